@@ -1,0 +1,3 @@
+"""An online integrity canary for the KV cache of LLM serving engines."""
+
+__version__ = "0.1.0"
