@@ -1,0 +1,40 @@
+# Everything runs from .venv, which `make venv` builds; the other targets bring it up to date first.
+#   PYTHON=python3.12 make venv      builds it from another interpreter (3.11 to 3.13)
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test soak bench bench-gpu lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# An engine has an environment of its own: a second one is a second line here, with its own VENV.
+venv: ## build .venv: the SGLang engine for CPU, this package (editable), the tools
+	@PYTHON='$(PYTHON)' requirements/build_venv.sh $(VENV) sglang-cpu
+
+demo: venv ## serve traffic under the canary, plant faults, show that each is reported
+	$(VENV)/bin/kvcanary demo
+
+test: venv ## run the tests (all but the soak)
+	$(PY) -m pytest tests
+
+soak: venv ## run the long tests
+	$(PY) -m pytest tests -m soak
+
+bench: venv ## measure the CPU kernels
+	$(PY) -m benchmarks.cpu
+
+bench-gpu: ## measure the CUDA kernels with PYTHON's own torch (needs a GPU)
+	$(PYTHON) -m benchmarks.gpu
+
+lint: venv ## check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean: ## remove caches and what runs left behind (the environments stay)
+	rm -rf build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

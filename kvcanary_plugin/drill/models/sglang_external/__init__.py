@@ -1,0 +1,1 @@
+"""Model classes that SGLang loads by name, through ``SGLANG_EXTERNAL_MODEL_PACKAGE``."""
