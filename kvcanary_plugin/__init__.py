@@ -1,3 +1,3 @@
-"""An online integrity canary for the KV cache of LLM serving engines."""
+"""kvcanary_plugin: runtime integrity checks for the KV cache of an inference engine."""
 
 __version__ = "0.1.0"

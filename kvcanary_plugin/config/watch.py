@@ -1,0 +1,123 @@
+"""Settings that change while the engine serves: the file is looked at, a bad one is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from kvcanary_plugin.config.load import load_config
+from kvcanary_plugin.config.model import CanaryConfig
+from kvcanary_plugin.config.problems import ConfigError, ConfigProblem
+from kvcanary_plugin.config.settings import iter_settings
+
+logger = logging.getLogger(__name__)
+
+ReloadResult = Literal["ok", "refused"]
+
+# What tells two states of a file apart: (mtime in ns, size, inode); None when it is not there.
+FileState = tuple[int, int, int] | None
+
+
+class ConfigWatcher:
+    """Holds the settings in force and takes new ones from the file when it changes.
+
+    Only settings that the model declares reloadable may differ. Anything else, and a file that
+    does not load, is refused: logged and counted once per state of the file, and ``current``
+    stays. Safe to call from several threads.
+
+    Args:
+        path: the file that ``config`` was loaded from.
+        config: the settings in force.
+        environ: the variables that override the file, as they were when ``config`` was loaded.
+        on_result: called with "ok" or "refused" after each reload, for the counter.
+        check_interval_seconds: shortest time between two looks at the file.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: CanaryConfig,
+        environ: Mapping[str, str],
+        *,
+        on_result: Callable[[ReloadResult], None],
+        check_interval_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = Path(path)
+        self._environ = dict(environ)
+        self._on_result = on_result
+        self._check_interval_seconds = check_interval_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._current = config
+        self._next_check = clock()
+        self._file_state = self._look()
+
+    @property
+    def current(self) -> CanaryConfig:
+        """The settings in force."""
+        return self._current
+
+    def poll(self) -> CanaryConfig | None:
+        """New settings if the file changed and was accepted, else None. Cheap; never raises
+        :class:`ConfigError`."""
+        with self._lock:
+            now = self._clock()
+            if now < self._next_check:
+                return None
+            self._next_check = now + self._check_interval_seconds
+            state = self._look()
+            if state == self._file_state:
+                return None
+            self._file_state = state
+            return self._reload()
+
+    def _reload(self) -> CanaryConfig | None:
+        try:
+            config = load_config(self._path, self._environ)
+            _refuse_fixed_changes(self._current, config, self._path)
+        except ConfigError as error:
+            logger.error("%s: not taken over, the settings in force stay. %s", self._path, error)
+            self._on_result("refused")
+            return None
+        changed = config != self._current
+        self._current = config
+        logger.info("%s: taken over%s", self._path, "" if changed else ", nothing changed")
+        self._on_result("ok")
+        return config if changed else None
+
+    def _look(self) -> FileState:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _refuse_fixed_changes(old: CanaryConfig, new: CanaryConfig, file: Path) -> None:
+    problems = [
+        ConfigProblem(
+            field=setting.name,
+            value=str(_value(new, setting.path)),
+            allowed=f"{_value(old, setting.path)} until the next start",
+            do="restart the engine to change it, or set it back",
+            where=str(file),
+        )
+        for setting in iter_settings()
+        if not setting.reloadable and _value(old, setting.path) != _value(new, setting.path)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _value(config: CanaryConfig, path: tuple[str, ...]) -> object:
+    value: object = config
+    for name in path:
+        value = getattr(value, name)
+    return value
