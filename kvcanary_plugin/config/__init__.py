@@ -1,4 +1,4 @@
-"""Settings: one pydantic model, loaded from YAML and KVCANARY_* variables, watched while serving."""
+"""Settings: one pydantic model, loaded from YAML and variables, watched while serving."""
 
 from kvcanary_plugin.config.load import CONFIG_PATH_VARIABLE, load_config
 from kvcanary_plugin.config.model import CHECK_NAMES, RESERVED_LABELS, CanaryConfig

@@ -198,14 +198,18 @@ def _validation_problems(error: ValidationError, places: Place) -> list[ConfigPr
         elif setting is not None:
             value, allowed = _shown(detail["input"]), setting.allowed
             own_words = detail["ctx"]["error"] if detail["type"] == "value_error" else None
-            do = str(own_words) if own_words else f"set it to a value that is allowed"
+            do = str(own_words) if own_words else "set it to a value that is allowed"
         else:
             value = _shown(detail["input"])
             allowed = "a section: names and values below it"
             do = "indent the section's settings under its name"
         problems.append(
             ConfigProblem(
-                field=".".join(path), value=value, allowed=allowed, do=do, where=_place(path, places)
+                field=".".join(path),
+                value=value,
+                allowed=allowed,
+                do=do,
+                where=_place(path, places),
             )
         )
     return problems

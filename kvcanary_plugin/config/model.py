@@ -21,8 +21,9 @@ RealKv = Literal["none", "partial", "all"]
 
 # Labels that the plugin's own metrics use, or that Prometheus adds by itself.
 RESERVED_LABELS: Final = frozenset(
-    "engine tp_rank pp_rank dp_rank check group phase kind result where state mode version backend"
-    " le quantile pid job instance".split()
+    {"engine", "tp_rank", "pp_rank", "dp_rank", "check", "group", "phase", "kind", "result"}
+    | {"where", "state", "mode", "version", "backend"}
+    | {"le", "quantile", "pid", "job", "instance"}
 )
 LABEL_NAME: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 
@@ -33,7 +34,7 @@ CONTRADICTION: Final = "kvcanary_contradiction"
 def setting(
     default: Any, description: str, *, unit: str = "", reloadable: bool = False, **bounds: Any
 ) -> Any:
-    """A field with the two things pydantic has no place for: unit, and "may change while serving"."""
+    """A field with what pydantic has no place for: its unit, and whether it may change later."""
     extra: dict[str, Any] = {"unit": unit, "reloadable": reloadable}
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
@@ -73,9 +74,7 @@ class Checks(Section):
     unwritten: bool = setting(True, "No slot is read that nobody wrote.")
     freed_read: bool = setting(True, "No slot is read after it was freed.")
     out_of_pool: bool = setting(True, "No slot index lies outside the pool or the page table.")
-    write_owned: bool = setting(
-        True, "No slot is written while another live request owns it."
-    )
+    write_owned: bool = setting(True, "No slot is written while another live request owns it.")
     double_free: bool = setting(True, "No slot is freed twice.")
     double_alloc: bool = setting(True, "No slot is handed out while it is still in use.")
     table_changed: bool = setting(

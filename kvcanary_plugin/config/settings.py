@@ -1,4 +1,4 @@
-"""The settings as a flat list, with their types and bounds in words: for docs, errors, variables."""
+"""The settings as a flat list with types and bounds in words: for docs, errors, variables."""
 
 from __future__ import annotations
 

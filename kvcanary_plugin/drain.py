@@ -1,0 +1,340 @@
+"""The drain: ring rows and counters in host memory become metrics, log lines and report files."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcanary_plugin.checks import labels_of
+from kvcanary_plugin.config import CanaryConfig, ConfigWatcher
+from kvcanary_plugin.kernels.consts import ViolationField
+from kvcanary_plugin.metrics import (
+    SLOTS_SCRUBBED,
+    SLOTS_SEALED,
+    SLOTS_VERIFIED,
+    SLOTS_WRITTEN,
+    CanaryMetrics,
+    ErrorPlace,
+    ForwardKind,
+    ForwardResult,
+)
+from kvcanary_plugin.report_files import ReportFiles
+from kvcanary_plugin.ring import RingReader, Rows
+from kvcanary_plugin.violations import (
+    KVCanaryViolationError,
+    RequestNames,
+    Violation,
+    ViolationPolicy,
+    describe,
+    phase_and_group,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterReading:
+    """Cumulative counts of one group, as its launches published them.
+
+    Fields:
+        slots_verified, slots_written, slots_sealed, slots_scrubbed: slots since the start.
+        verify_launches: verify launches seen complete; what moves the heartbeat.
+    """
+
+    slots_verified: int = 0
+    slots_written: int = 0
+    slots_sealed: int = 0
+    slots_scrubbed: int = 0
+    verify_launches: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCounters:
+    """Where the counts of one group come from.
+
+    Fields:
+        group: name of the group.
+        read: returns the counts as they are in host memory now; must not wait for a device.
+    """
+
+    group: str
+    read: Callable[[], CounterReading]
+
+
+class LogLimit:
+    """At most so many log reports a minute, in windows of one minute.
+
+    Args:
+        max_per_minute: reports a window.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, max_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_per_minute = max_per_minute
+        self._clock = clock
+        self._window_end = clock() + 60.0
+        self._used = 0
+
+    def allows_one(self) -> bool:
+        """Whether one more report may be logged now; counts it if so."""
+        now = self._clock()
+        if now >= self._window_end:
+            self._window_end = now + 60.0
+            self._used = 0
+        if self._used >= self.max_per_minute:
+            return False
+        self._used += 1
+        return True
+
+
+class Drain:
+    """Polls rings and counters on a thread of its own, and whenever ``flush`` is called.
+
+    Nothing that goes wrong in here reaches the engine: it is counted in
+    ``kvcanary_internal_errors_total``, logged once per distinct message, and polling goes on.
+
+    Args:
+        config: settings in force.
+        rings: one reader per violation ring.
+        counters: one per guarded group.
+        groups: group names by the index in ``kernel_kind``.
+        metrics: where to count.
+        policy: what a violation does.
+        names: request ids by uid.
+        report_files: where reports go beside the log, if anywhere.
+        watcher: looked at once a poll; None when there is no file to watch.
+        forward_counts: cumulative forwards by (kind, result), counted by the monitor.
+        on_config: called on the draining thread with new settings, after the drain took them over.
+        wall_clock: Unix seconds, for the heartbeat.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: CanaryConfig,
+        rings: Sequence[RingReader],
+        counters: Sequence[GroupCounters],
+        groups: Sequence[str],
+        metrics: CanaryMetrics,
+        policy: ViolationPolicy,
+        names: RequestNames,
+        report_files: ReportFiles | None = None,
+        watcher: ConfigWatcher | None = None,
+        forward_counts: Mapping[tuple[ForwardKind, ForwardResult], int] | None = None,
+        on_config: Callable[[CanaryConfig], None] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._rings = tuple(rings)
+        self._counters = tuple(counters)
+        self._groups = tuple(groups)
+        self._metrics = metrics
+        self._policy = policy
+        self._names = names
+        self._report_files = report_files
+        self._watcher = watcher
+        self._forward_counts = forward_counts if forward_counts is not None else {}
+        self._forwards_counted: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
+        self._on_config = on_config
+        self._wall_clock = wall_clock
+        self._interval_seconds = config.drain.interval_seconds
+        self._every_row = config.report.every_row
+        self._log_limit = LogLimit(config.log.max_reports_per_minute)
+        self._not_logged = 0
+        self._last_reading = {source.group: CounterReading() for source in self._counters}
+        self._known_errors: set[str] = set()
+        self._lock = threading.RLock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        metrics.settings(config)
+        _ALL_DRAINS.add(self)
+
+    def start(self) -> None:
+        """Starts the thread; calling it again is harmless."""
+        with self._lock:
+            if self._thread is None and not self._stopping.is_set() and self._is_in_own_process():
+                self._thread = threading.Thread(
+                    target=self._run, name="kvcanary-drain", daemon=True
+                )
+                self._thread.start()
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """Ends the thread, polls a last time and closes the report file. Final."""
+        if not self._is_in_own_process():  # a fork may have copied the lock while it was held
+            return
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_seconds)
+        with self._lock:
+            self._thread = None
+            self.flush()
+            if self._report_files is not None:
+                self._report_files.close()
+
+    def flush(self) -> None:
+        """Polls now, on the calling thread: all that is visible in host memory is accounted for."""
+        if not self._is_in_own_process():
+            return
+        with self._lock:
+            with self._counted_errors("config"):
+                self._poll_config()
+            for ring in self._rings:
+                with self._counted_errors("drain"):
+                    self._poll_ring(ring)
+            with self._counted_errors("counters"):
+                self._poll_counters()
+                self._poll_forward_counts()
+
+    def pending_error(self) -> KVCanaryViolationError | None:
+        """In mode ``raise``, the error that the next forward must raise."""
+        return self._policy.pending_error()
+
+    def _is_in_own_process(self) -> bool:
+        """Whether this is the process that made it: a forked child must not count a second time."""
+        return self._process == os.getpid()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_seconds):
+            self.flush()
+
+    def _poll_config(self) -> None:
+        if self._watcher is None:
+            return
+        config = self._watcher.poll()
+        if config is None:
+            return
+        self._policy.apply(config)
+        self._log_limit.max_per_minute = config.log.max_reports_per_minute
+        self._metrics.settings(config)
+        if self._on_config is not None:
+            self._on_config(config)
+
+    def _poll_ring(self, ring: RingReader) -> None:
+        batch = ring.read()
+        if batch.dropped:
+            self._metrics.ring_dropped(batch.dropped)
+        rows = self._policy.keep_enabled(batch.rows)
+        if len(rows) == 0:
+            return
+        rows = self._count(rows)
+        if len(rows) == 0:
+            return
+        with self._counted_errors("decode"):
+            self._policy.act_on(rows, self._decode)
+        self._report(rows)
+
+    def _count(self, rows: Rows) -> Rows:
+        """Counts rows by check, group and phase; returns those that mean something.
+
+        Done on whole arrays, as a burst fills the ring and the engine waits for the interpreter.
+        """
+        kinds = rows[:, [ViolationField.KERNEL_KIND, ViolationField.FAIL_REASON_BITS]]
+        distinct, which, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
+        readable = np.zeros(len(distinct), dtype=bool)
+        for index, (kind, bits) in enumerate(distinct.tolist()):
+            with self._counted_errors("decode"):
+                phase, group = phase_and_group(kind, self._groups)
+                for check in labels_of(bits):
+                    self._metrics.violations(check, group, phase, int(counts[index]))
+                readable[index] = True
+        return rows[readable[which.reshape(-1)]]
+
+    def _report(self, rows: Rows) -> None:
+        """Logs the first row of each request and launch; the files get these, or every row."""
+        columns = rows[:, [ViolationField.KERNEL_KIND, ViolationField.REQUEST_UID]]
+        _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
+        for index, count in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
+            with self._counted_errors("decode"):
+                self._log(self._decode(rows[index]), count - 1)
+        if self._report_files is not None:
+            chosen = rows if self._every_row else rows[np.sort(first)]
+            with self._counted_errors("report"):
+                self._report_files.append(self._as_reports(chosen))
+
+    def _log(self, violation: Violation, more_rows: int) -> None:
+        if not self._log_limit.allows_one():
+            self._not_logged += 1
+            return
+        text = describe(violation, include_tokens=self._policy.include_tokens)
+        if more_rows:
+            text += f" {more_rows} more rows of this request in the same poll."
+        if self._not_logged:
+            text += f" {self._not_logged} reports before this one were left out of the log."
+            self._not_logged = 0
+        logger.error("kvcanary: %s", text)
+
+    def _as_reports(self, rows: Rows) -> Iterator[dict[str, object]]:
+        now = self._wall_clock()
+        for row in rows:
+            with self._counted_errors("decode"):
+                violation = self._decode(row)
+                yield {
+                    "time": now,
+                    **violation.as_dict(include_tokens=self._policy.include_tokens),
+                }
+
+    def _decode(self, row: Rows) -> Violation:
+        return Violation.from_row(row, self._groups, self._names)
+
+    def _poll_counters(self) -> None:
+        any_verified = False
+        for source in self._counters:
+            now, before = source.read(), self._last_reading[source.group]
+            self._last_reading[source.group] = now
+            for name, value, earlier in (
+                (SLOTS_VERIFIED, now.slots_verified, before.slots_verified),
+                (SLOTS_WRITTEN, now.slots_written, before.slots_written),
+                (SLOTS_SEALED, now.slots_sealed, before.slots_sealed),
+                (SLOTS_SCRUBBED, now.slots_scrubbed, before.slots_scrubbed),
+            ):
+                if value != earlier:
+                    self._metrics.slots(name, source.group, _grown_by(value, earlier))
+            any_verified |= now.verify_launches != before.verify_launches
+        if any_verified:
+            self._metrics.last_check(self._wall_clock())
+
+    def _poll_forward_counts(self) -> None:
+        for key, count in list(self._forward_counts.items()):
+            new = count - self._forwards_counted[key]
+            if new:
+                self._forwards_counted[key] = count
+                self._metrics.forward(*key, count=new)
+
+    @contextmanager
+    def _counted_errors(self, where: ErrorPlace) -> Iterator[None]:
+        """Keeps an error inside: counted, and logged the first time its text appears."""
+        try:
+            yield
+        except Exception as error:
+            self._metrics.internal_error(where)
+            text = f"{where}: {type(error).__name__}: {error}"
+            if text not in self._known_errors and len(self._known_errors) < 1000:
+                self._known_errors.add(text)
+                logger.exception("kvcanary: internal error in %s (logged once)", where)
+
+
+def _grown_by(value: int, earlier: int) -> int:
+    """Growth of a cumulative count; one that is lower than before has started again at 0."""
+    return value - earlier if value >= earlier else value
+
+
+_ALL_DRAINS: weakref.WeakSet[Drain] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for drain in list(_ALL_DRAINS):
+        drain.stop(timeout_seconds=1.0)
+
+
+atexit.register(_stop_all)
