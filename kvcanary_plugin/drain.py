@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcanary_plugin.checks import labels_of
 from kvcanary_plugin.config import CanaryConfig, ConfigWatcher
+from kvcanary_plugin.forward import ForwardKind, ForwardResult
 from kvcanary_plugin.kernels.consts import ViolationField
 from kvcanary_plugin.metrics import (
     SLOTS_SCRUBBED,
@@ -25,8 +26,6 @@ from kvcanary_plugin.metrics import (
     SLOTS_WRITTEN,
     CanaryMetrics,
     ErrorPlace,
-    ForwardKind,
-    ForwardResult,
 )
 from kvcanary_plugin.report_files import ReportFiles
 from kvcanary_plugin.ring import RingReader, Rows

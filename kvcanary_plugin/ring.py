@@ -36,8 +36,8 @@ class RingReader:
     """Takes every row of a violation ring once, and counts the ones it came too late for.
 
     Needs nothing but the rows: each row's ``sequence`` (n + 1, written last) says which violation
-    it holds, and n-th violation goes to row n % capacity, so for every row the violations that it
-    held in between are known. No device call, no copy from a device. For one thread at a time.
+    it holds, and the n-th violation goes to row n % capacity, so how many each row held in between
+    is known. No device call, no copy from a device. For one thread at a time.
 
     Args:
         ring: int64 [capacity, 16], contiguous, in host memory (pinned on CUDA).
@@ -82,36 +82,19 @@ class RingReader:
         if new.size == 0:
             return RingBatch(rows=np.empty((0, VIOLATION_FIELDS), np.int64), dropped=0)
         rows = self._ring[new]
-        new, rows = self._without_torn(new, rows, sequences)
+        # A writer sets a row's sequence to 0 first and to n + 1 last: one that did not change while
+        # the row was copied vouches for all of it. The others wait for the next read.
+        copied = rows[:, ViolationField.SEQUENCE]
+        whole = (copied == sequences[new]) & (copied == self._sequences[new])
+        new, rows = new[whole], rows[whole]
 
-        violation = (
-            self._latest[new] + (rows[:, ViolationField.SEQUENCE] - 1 - self._latest[new]) % _WRAP
-        )
+        latest = self._latest[new]
+        violation = latest + (rows[:, ViolationField.SEQUENCE] - 1 - latest) % _WRAP
         held = self._times_held(new, violation)
         dropped = int(np.sum(held - self._held[new] - 1))
         self._latest[new] = violation
         self._held[new] = held
         return RingBatch(rows=rows[np.argsort(violation, kind="stable")], dropped=dropped)
-
-    def _without_torn(
-        self, new: npt.NDArray[np.intp], rows: Rows, before: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.intp], Rows]:
-        """Leaves out rows that a writer may have been inside of; the next read takes them.
-
-        A row that changed while it was copied shows in its sequence. A writer that is inside a row
-        but has not reached the sequence yet does not: while the ring moves, its oldest rows, which
-        are the next to be overwritten, wait as well.
-        """
-        after = self._sequences.copy()
-        copied = rows[:, ViolationField.SEQUENCE]
-        whole = (copied == before[new]) & (copied == after[new])
-        if np.array_equal(before, after):
-            return new[whole], rows[whole]
-        newest = self._latest + (after - 1 - self._latest) % _WRAP
-        newest_violation = int(newest[after != 0].max())
-        margin = max(1, self.capacity // 8)
-        safe = newest[new] > newest_violation - self.capacity + margin
-        return new[whole & safe], rows[whole & safe]
 
     def _times_held(
         self, row: npt.NDArray[np.intp], violation: npt.NDArray[np.int64]
