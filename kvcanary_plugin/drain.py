@@ -229,8 +229,7 @@ class Drain:
         rows = self._count(rows)
         if len(rows) == 0:
             return
-        with self._counted_errors("decode"):
-            self._policy.act_on(rows, self._decode)
+        self._policy.act_on(rows, self._decode)
         self._report(rows)
 
     def _count(self, rows: Rows) -> Rows:
@@ -254,17 +253,16 @@ class Drain:
         columns = rows[:, [ViolationField.KERNEL_KIND, ViolationField.REQUEST_UID]]
         _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
         for index, count in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
-            with self._counted_errors("decode"):
+            if self._log_limit.allows_one():
                 self._log(self._decode(rows[index]), count - 1)
+            else:
+                self._not_logged += 1
         if self._report_files is not None:
             chosen = rows if self._every_row else rows[np.sort(first)]
             with self._counted_errors("report"):
                 self._report_files.append(self._as_reports(chosen))
 
     def _log(self, violation: Violation, more_rows: int) -> None:
-        if not self._log_limit.allows_one():
-            self._not_logged += 1
-            return
         text = describe(violation, include_tokens=self._policy.include_tokens)
         if more_rows:
             text += f" {more_rows} more rows of this request in the same poll."
@@ -275,13 +273,9 @@ class Drain:
 
     def _as_reports(self, rows: Rows) -> Iterator[dict[str, object]]:
         now = self._wall_clock()
+        include_tokens = self._policy.include_tokens
         for row in rows:
-            with self._counted_errors("decode"):
-                violation = self._decode(row)
-                yield {
-                    "time": now,
-                    **violation.as_dict(include_tokens=self._policy.include_tokens),
-                }
+            yield {"time": now, **self._decode(row).as_dict(include_tokens=include_tokens)}
 
     def _decode(self, row: Rows) -> Violation:
         return Violation.from_row(row, self._groups, self._names)

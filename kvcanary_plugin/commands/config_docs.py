@@ -32,8 +32,9 @@ before the engine serves.
 
 **Variables.** Every setting has an environment variable, which wins over the file:
 `KVCANARY_` and the name in upper case, with two underscores between section and name
-(`KVCANARY_SCRUB__PERCENT_OF_STEP_TIME=2`, `KVCANARY_METRICS__LABELS__POOL=blue`). `null` or an empty text unsets a setting that may be unset. A `KVCANARY_` variable that names no
-setting is an error.
+(`KVCANARY_SCRUB__PERCENT_OF_STEP_TIME=2`, `KVCANARY_METRICS__LABELS__POOL=blue`). `null`
+or an empty text unsets a setting that may be unset. A `KVCANARY_` variable that names no setting is
+an error.
 
 **While the engine serves** the file is looked at once a second. Settings marked *yes* under
 "while serving" are taken over when it changes. A file that does not load, or that changes any other
