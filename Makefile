@@ -1,7 +1,6 @@
 # Everything runs from .venv, which `make venv` builds; the other targets bring it up to date first.
-#   PYTHON=python3.12 make venv      builds it from another interpreter (3.11 to 3.13)
+#   make venv PYTHON=python3.12      builds it from that interpreter (3.11 to 3.13; default python3)
 
-PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
@@ -28,7 +27,7 @@ bench: venv ## measure the CPU kernels
 	$(PY) -m benchmarks.cpu
 
 bench-gpu: ## measure the CUDA kernels with PYTHON's own torch (needs a GPU)
-	$(PYTHON) -m benchmarks.gpu
+	$(or $(PYTHON),python3) -m benchmarks.gpu
 
 lint: venv ## check style, format and types
 	$(PY) -m ruff check .

@@ -5,13 +5,13 @@
 #
 # ENGINE names the pinned list requirements/ENGINE.txt. One environment holds one engine, since their
 # pins differ. Nothing to do: well under a second. Environment variables:
-#   PYTHON           interpreter to build from (default python3), 3.11 to 3.13
+#   PYTHON           interpreter to build from, 3.11 to 3.13; unset or empty: keep the one that VENV
+#                    was built from, for a new one take python3
 #   TORCH_INDEX_URL  package index for torch alone, for machines where the default one has the CUDA build
 set -euo pipefail
 
 venv=$1
 engine=$2
-python=${PYTHON:-python3}
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pins=requirements
@@ -21,19 +21,13 @@ say() { printf 'kvcanary: %s\n' "$*"; }
 die() { say "$*" >&2; exit 1; }
 
 [ -f "$pins/$engine.txt" ] || die "engine ... got $engine; there is no $pins/$engine.txt"
-python_version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])') ||
-    die "PYTHON ... got $python, which does not run; set PYTHON to a Python 3.11, 3.12 or 3.13"
-case $python_version in
-    3.11.* | 3.12.* | 3.13.*) ;;
-    *) die "PYTHON ... got $python ($python_version); allowed 3.11 to 3.13; try: make venv PYTHON=python3.11" ;;
-esac
 
 exec 9>"$venv.lock"
 flock 9
 
 # What an environment depends on; its scripts hold absolute paths, so that a moved checkout counts too.
 engine_key=$({
-    echo "$PWD/$venv $python_version ${TORCH_INDEX_URL:-}"
+    echo "$PWD/$venv ${TORCH_INDEX_URL:-}"
     cat "$pins/torch-cpu.txt" "$pins/$engine.txt" "$pins/dev.txt" "$pins/cpu_engine_stubs.py" "$pins/build_venv.sh"
 } | sha256sum)
 package_key=$({ echo "$engine_key"; cat pyproject.toml kvcanary_plugin/__init__.py; } | sha256sum)
@@ -51,7 +45,16 @@ logged() {
 }
 pip_install() { logged "$venv/bin/python" -m pip install --quiet --no-input "$@"; }
 
-if ! is_done "$venv/engine.stamp" "$engine_key"; then
+version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])'; }
+is_from_wanted_python() { [ -z "${PYTHON:-}" ] || [ "$(version_of "$PYTHON")" = "$(version_of "$venv/bin/python")" ]; }
+
+if ! is_done "$venv/engine.stamp" "$engine_key" || ! is_from_wanted_python; then
+    python=${PYTHON:-python3}
+    python_version=$(version_of "$python") || die "PYTHON ... got $python, which does not run; set it to a Python 3.11 to 3.13"
+    case $python_version in
+        3.11.* | 3.12.* | 3.13.*) ;;
+        *) die "PYTHON ... got $python ($python_version); allowed 3.11 to 3.13; do: make venv PYTHON=python3.11" ;;
+    esac
     say "building $venv for $engine with Python $python_version (a few minutes, 1.5 GB; log: $log)"
     rm -rf "$venv"
     : >"$log"

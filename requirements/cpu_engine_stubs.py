@@ -1,8 +1,8 @@
 """Stands in, at import time, for packages that an engine imports but never uses on a CPU.
 
-``build_venv.sh`` puts this module and a ``.pth`` file that imports it into the environment, so that it
-runs at interpreter start. The stand-ins only have to survive imports, decorators, subclassing and
-annotations at module level. A package that is really installed is never replaced.
+``build_venv.sh`` puts this module and a ``.pth`` file that imports it into the environment, so that
+it runs at interpreter start. The stand-ins only have to survive imports, decorators, subclassing
+and annotations at module level. A package that is really installed is never replaced.
 """
 
 from __future__ import annotations

@@ -1,0 +1,302 @@
+"""Starts and stops a real SGLang server on this machine's CPU: every flag it gets stands here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Final, Self
+
+from kvcanary_plugin.drill import http_client
+
+MODELS_DIRECTORY: Final = Path(__file__).parent / "models"
+VOCABULARY_SIZE: Final = 512  # of every packaged model; a token id beyond it ends the server
+CONTEXT_LENGTH: Final = 2048
+CHUNKED_PREFILL_SIZE: Final = 64
+MAX_RUNNING_REQUESTS: Final = 8
+MAX_TOTAL_TOKENS: Final = 2048
+
+# Environment a model needs beside its directory.
+_MODEL_ENV: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "tiny-gemma2": {},
+        "tiny-llama": {},
+        "tiny-mla": {},
+        "tiny-qwen2": {},
+        "tiny-swa": {
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "kvcanary_plugin.drill.models.sglang_external"
+        },
+    }
+)
+MODELS: Final = tuple(_MODEL_ENV)
+
+_ENGINE_FLAGS: Final = (
+    *("--device", "cpu"),
+    *("--load-format", "dummy"),
+    *("--dtype", "float32"),
+    "--skip-tokenizer-init",
+    *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    "--disable-cuda-graph",
+    *("--max-total-tokens", str(MAX_TOTAL_TOKENS)),
+    *("--max-running-requests", str(MAX_RUNNING_REQUESTS)),
+    *("--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE)),
+    *("--mem-fraction-static", "0.3"),
+    "--enable-metrics",
+    # An idle scheduler would otherwise keep one core busy.
+    "--sleep-on-idle",
+)
+_ENGINE_ENV: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+}
+# SGLang loads only the plugins named here; this name is nobody's.
+_NO_PLUGIN_ENV: Final = {"SGLANG_PLUGINS": "none"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """What to start. Hashable: equal specs may share a server.
+
+    Fields:
+        model: one of :data:`MODELS`.
+        flags: further ``sglang.launch_server`` flags; they win over the common ones.
+        env: further environment variables as (name, value) pairs.
+        kvcanary_config: file handed over as ``--kvcanary-config``.
+        plugin: whether the server loads the kvcanary plugin at all.
+    """
+
+    model: str = "tiny-llama"
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    kvcanary_config: Path | None = None
+    plugin: bool = True
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(
+                f"kvcanary: model ... got {self.model!r}; allowed {', '.join(MODELS)}; "
+                f"do name one of them"
+            )
+        if self.kvcanary_config is not None and not self.plugin:
+            raise ValueError(
+                "kvcanary: plugin ... got False with a kvcanary_config; allowed True; "
+                "do leave the config out to measure without the plugin"
+            )
+
+    def command(self, *, host: str, port: int) -> list[str]:
+        """The command line of the server."""
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        command += ["--model-path", str(MODELS_DIRECTORY / self.model)]
+        command += ["--host", host, "--port", str(port), *_ENGINE_FLAGS]
+        if self.kvcanary_config is not None:
+            command += ["--kvcanary-config", str(self.kvcanary_config)]
+        return [*command, *self.flags]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the server: this process's own with what the spec adds."""
+        environment = dict(os.environ)
+        # Another server's metrics directory must not become this one's.
+        environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        environment |= _ENGINE_ENV | dict(_MODEL_ENV[self.model])
+        if not self.plugin:
+            environment |= _NO_PLUGIN_ENV
+        return environment | dict(self.env)
+
+
+# Configurations that start on a CPU. `mla` allocates its pool but cannot run a forward there.
+PRESETS: Final[Mapping[str, ServerSpec]] = MappingProxyType(
+    {
+        "llama": ServerSpec(model="tiny-llama"),
+        "no-overlap": ServerSpec(model="tiny-llama", flags=("--disable-overlap-schedule",)),
+        "page16": ServerSpec(model="tiny-llama", flags=("--page-size", "16")),
+        "dp2": ServerSpec(model="tiny-llama", flags=("--dp-size", "2")),
+        "swa": ServerSpec(model="tiny-swa"),
+        "gemma2": ServerSpec(model="tiny-gemma2"),
+        "qwen2": ServerSpec(model="tiny-qwen2"),
+        "mla": ServerSpec(model="tiny-mla"),
+    }
+)
+
+
+class ServerError(RuntimeError):
+    """The server did not do what was asked; the message ends with the tail of its log."""
+
+
+class SGLangServer:
+    """A running server: ``with SGLangServer(spec, log_path=path) as server: server.url``.
+
+    Entering waits until the server has answered a generate request; leaving ends it and every
+    process it started. The log file stays.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        log_path: Path,
+        start_timeout_seconds: float = 180.0,
+        stop_timeout_seconds: float = 20.0,
+    ) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self._start_timeout_seconds = start_timeout_seconds
+        self._stop_timeout_seconds = stop_timeout_seconds
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.startup_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:PORT``."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status as ``subprocess`` gives it (-9: killed by signal 9); None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Start the server and wait until it generates. Raises ServerError if it does not."""
+        if self._process is not None:
+            raise ServerError("kvcanary: the server was started before; make a new SGLangServer")
+        self._port = _free_port()
+        begin = time.monotonic()
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.spec.command(host="127.0.0.1", port=self._port),
+                env=self.spec.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A process group of its own: nothing that belongs to the server outlives stop().
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(deadline=begin + self._start_timeout_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        self.startup_seconds = time.monotonic() - begin
+
+    def stop(self) -> None:
+        """End the server and all its processes. Harmless when it has ended by itself."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            # To the main process alone: it ends its children. A scheduler that ends before it looks
+            # like a crash to it, with exit status -9 and seconds of diagnostics.
+            process.terminate()
+            try:
+                process.wait(self._stop_timeout_seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._kill_process_group()
+
+    def wait_for_exit(self, timeout_seconds: float) -> int:
+        """Exit status of a server that is expected to end by itself; ServerError if it does not."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise ServerError(
+                self._with_log(f"the server still runs after {timeout_seconds:.0f} s")
+            ) from None
+
+    def metrics(self) -> str:
+        """The text of the server's own ``/metrics``."""
+        status, text = http_client.get(self.url, "/metrics/", timeout=30.0)
+        if status != 200:
+            raise ServerError(f"kvcanary: GET {self.url}/metrics answered {status}: {text[:500]}")
+        return text
+
+    def log(self) -> str:
+        """Everything the server has written so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def _wait_until_ready(self, *, deadline: float) -> None:
+        answer = "no answer"
+        while time.monotonic() < deadline:
+            if self.exit_status is not None:
+                raise ServerError(
+                    self._with_log(f"the server ended with status {self.exit_status} at start-up")
+                )
+            try:
+                # Runs a real one-token generation; 503 until the engine is up.
+                status, _ = http_client.get(self.url, "/health_generate", timeout=30.0)
+            except (OSError, HTTPException) as error:
+                answer = repr(error)
+            else:
+                if status == 200:
+                    return
+                answer = f"status {status}"
+            time.sleep(0.2)
+        raise ServerError(
+            self._with_log(
+                f"the server was not ready after {self._start_timeout_seconds:.0f} s "
+                f"(/health_generate: {answer})"
+            )
+        )
+
+    def _with_log(self, message: str) -> str:
+        tail = "\n".join(self.log().splitlines()[-40:])
+        return f"kvcanary: {message}; end of {self.log_path}:\n{tail}"
+
+    def _kill_process_group(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self._stop_timeout_seconds
+        while members := _live_group_members(self._process.pid):
+            if time.monotonic() > deadline:
+                raise ServerError(f"kvcanary: processes {members} of the server survive SIGKILL")
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _live_group_members(group: int) -> list[int]:
+    """Processes of a process group. Zombies do not count: where nobody reaps them they stay."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:  # ended meanwhile
+            continue
+        # After the parenthesised name: state, parent, process group.
+        state, _, process_group = stat.rpartition(")")[2].split()[:3]
+        if int(process_group) == group and state not in "ZX":
+            members.append(int(entry.name))
+    return members

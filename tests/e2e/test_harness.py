@@ -1,0 +1,101 @@
+"""The drill's server and traffic against the real engine, without the plugin."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.server import PRESETS, ServerError, SGLangServer
+from kvcanary_plugin.drill.traffic import (
+    RequestError,
+    TrafficSpec,
+    fixed_prompts,
+    generate,
+    generate_all,
+    run_traffic,
+)
+
+pytestmark = pytest.mark.e2e
+
+PLAIN = replace(PRESETS["llama"], plugin=False)
+
+
+def session_members(leader: int) -> list[str]:
+    """Command lines of the live processes of a session, as /proc shows them."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (entry / "stat").read_text()
+            command = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        state, _, _, session = stat.rpartition(")")[2].split()[:4]
+        if int(session) == leader and state != "Z":
+            members.append(command)
+    return members
+
+
+def test_mixed_traffic_is_served_with_prefix_hits_and_aborts_and_without_failures(shared_server):
+    server = shared_server(PLAIN)
+    before = MetricsSnapshot.parse(server.metrics())
+
+    result = run_traffic(server.url, TrafficSpec(conversations=40, seed=1, abort_share=0.2))
+
+    assert result.failures == ()
+    assert result.requests > 40
+    assert result.aborted >= 4
+    assert result.cached_tokens > 0
+    assert result.tokens == sum(len(output) for output in result.outputs.values())
+    prompts = "sglang:prompt_tokens_total"
+    served = MetricsSnapshot.parse(server.metrics()).total(prompts) - before.total(prompts)
+    assert served >= result.prompt_tokens
+
+
+def test_greedy_outputs_are_equal_on_two_servers_and_under_concurrency(shared_server, own_server):
+    prompts = fixed_prompts(12)
+
+    one_by_one = generate_all(shared_server(PLAIN).url, prompts, max_new_tokens=24)
+    at_once = generate_all(own_server(PLAIN).url, prompts, max_new_tokens=24, concurrency=6)
+
+    assert at_once == one_by_one
+    assert len(set(one_by_one)) > 6, "the prompts hardly tell outputs apart"
+
+
+def test_a_request_the_server_refuses_raises_with_the_servers_reason(shared_server):
+    with pytest.raises(RequestError, match=r"status 400.*context length"):
+        generate(shared_server(PLAIN).url, [3] * 4000, max_new_tokens=1)
+
+
+def test_stop_ends_every_process_of_the_server_with_status_zero(own_server):
+    server = own_server(PLAIN)
+    leader = server._process.pid
+    assert len(session_members(leader)) >= 3  # main, scheduler, detokenizer
+
+    server.stop()
+
+    assert server.exit_status == 0
+    assert session_members(leader) == []
+
+
+def test_a_server_that_dies_by_itself_shows_its_status_and_fails_the_traffic(own_server):
+    server = own_server(PLAIN)
+    leader = server._process.pid
+    os.kill(leader, signal.SIGKILL)
+
+    assert server.wait_for_exit(30) == -signal.SIGKILL
+    result = run_traffic(server.url, TrafficSpec(conversations=2, abort_share=0.0))
+    assert len(result.failures) == 2
+    server.stop()
+    assert session_members(leader) == []
+
+
+def test_a_server_that_cannot_start_is_reported_with_the_end_of_its_log(tmp_path):
+    spec = replace(PLAIN, flags=("--no-such-flag",))
+
+    with pytest.raises(ServerError, match=r"(?s)ended with status 2 at start-up.*--no-such-flag"):
+        SGLangServer(spec, log_path=tmp_path / "server.log").start()
