@@ -54,7 +54,7 @@ def _require_sglang() -> None:
     if importlib.util.find_spec("sglang") is not None:
         return
     reason = "sglang is not installed; `make venv` builds an environment that has it"
-    if os.environ.get("KVCANARY_REQUIRE_ENGINE"):
+    if os.environ.get("REQUIRE_ENGINE"):
         pytest.fail(reason)
     pytest.skip(reason)
 

@@ -1,0 +1,199 @@
+"""Everything of one engine rank put together: monitor, drain, metrics, faults.
+
+Hooks construct one :class:`Canary` per model runner and wrap each forward in
+:meth:`Canary.around_forward`; they know nothing else of what lies below.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvcanary_plugin import __version__
+from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.config import CanaryConfig, ConfigWatcher
+from kvcanary_plugin.drain import CounterReading, Drain, GroupCounters
+from kvcanary_plugin.faults import FaultInjector
+from kvcanary_plugin.forward import ForwardStep
+from kvcanary_plugin.guard import GroupGuard
+from kvcanary_plugin.kernels import LaunchTag, backend_name
+from kvcanary_plugin.metrics import CanaryMetrics, ErrorPlace, RankLabels
+from kvcanary_plugin.monitor import CanaryMonitor
+from kvcanary_plugin.report_files import ReportFiles
+from kvcanary_plugin.ring import RingReader
+from kvcanary_plugin.violations import RequestNames, ViolationPolicy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UnguardedGroup:
+    """A part of the KV cache that stays unguarded, and why."""
+
+    name: str
+    reason: str
+
+
+class UnsupportedEngineError(SystemExit):
+    """The engine cannot be guarded and the mode forbids serving without a guard.
+
+    A SystemExit, because plugin frameworks swallow every other exception.
+    """
+
+
+class Canary:
+    """The guard of one engine rank."""
+
+    def __init__(
+        self,
+        *,
+        config: CanaryConfig,
+        config_path: str | None,
+        engine: str,
+        ranks: RankLabels,
+        groups: Sequence[KVCacheGroup],
+        unguarded: Sequence[UnguardedGroup],
+        max_requests: int,
+    ) -> None:
+        """
+        Args:
+            config: the settings to start with.
+            config_path: the file they came from, watched for changes; None watches nothing.
+            engine: label ``engine`` of the metrics.
+            ranks: rank labels of this process.
+            groups: what is guarded.
+            unguarded: what is not; refused in mode raise, shown as ``unsupported`` otherwise.
+            max_requests: requests that a forward may hold.
+
+        Raises:
+            UnsupportedEngineError: in mode raise, when something stays unguarded.
+        """
+        if unguarded and config.mode == "raise":
+            text = "; ".join(f"group {group.name}: {group.reason}" for group in unguarded)
+            raise UnsupportedEngineError(f"kvcanary: not guarded, and mode is raise: {text}")
+        device_type = groups[0].device.type if groups else "cpu"
+        self.names = RequestNames()
+        self.metrics = CanaryMetrics(
+            engine=engine,
+            ranks=ranks,
+            groups=[*(g.name for g in groups), *(g.name for g in unguarded)],
+            extra_labels=config.metrics.labels,
+            version=__version__,
+            backend=backend_name(device_type),
+        )
+        self.metrics.settings(config)
+        for group in unguarded:
+            logger.warning("kvcanary: group %s is not guarded: %s", group.name, group.reason)
+            self.metrics.group_state(group.name, "unsupported")
+        self._policy = ViolationPolicy(config, self.names)
+        self.monitor: CanaryMonitor | None = None
+        self._injector: FaultInjector | None = None
+        if groups:
+            self.monitor = CanaryMonitor(
+                config=config,
+                groups=groups,
+                max_requests=max_requests,
+                raise_pending=self._raise_pending,
+                on_error=self._on_error,
+            )
+            for guard in self.monitor.guards:
+                self.metrics.group_state(guard.group.name, "guarded")
+            if config.faults.allowed and config.faults.control_file is not None:
+                self._injector = FaultInjector(
+                    control_file=config.faults.control_file,
+                    guards=self.monitor.guards,
+                    ranks=ranks,
+                )
+        self.drain = self._make_drain(config, config_path, engine, ranks)
+        if config.metrics.port is not None:
+            port = self.metrics.serve(
+                port=config.metrics.port, address=config.metrics.address, rank_offset=ranks.dp_rank
+            )
+            logger.info("kvcanary: metrics on http://%s:%d/metrics", config.metrics.address, port)
+        self.drain.start()
+
+    @contextmanager
+    def around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
+        """Runs the canary's steps before and after the engine's forward in the ``with`` block.
+
+        ``translate`` makes the step from the engine's batch; if it fails, so that this forward's
+        writes go unseen, the canary goes blind.
+        """
+        monitor = self.monitor
+        if monitor is None:
+            yield
+            return
+        with monitor.guard_errors("hook"):
+            step = translate()
+            if self._injector is not None:
+                self._injector.before_forward(step)
+            monitor.before_forward(step)
+        yield
+        monitor.after_forward()
+
+    def close(self) -> None:
+        """Stops the drain after a last poll, and the own metrics endpoint."""
+        self.drain.stop()
+        self.metrics.close()
+
+    def _make_drain(
+        self, config: CanaryConfig, config_path: str | None, engine: str, ranks: RankLabels
+    ) -> Drain:
+        guards = self.monitor.guards if self.monitor is not None else ()
+        rank_name = f"{engine}-dp{ranks.dp_rank}-pp{ranks.pp_rank}-tp{ranks.tp_rank}"
+        return Drain(
+            config=config,
+            rings=[RingReader(self.monitor.sink.ring)] if self.monitor is not None else [],
+            counters=[_counters_of(guard) for guard in guards],
+            groups=[guard.group.name for guard in guards],
+            metrics=self.metrics,
+            policy=self._policy,
+            names=self.names,
+            report_files=(
+                ReportFiles(
+                    config.report.directory, max_bytes=config.report.max_bytes, name=rank_name
+                )
+                if config.report.directory is not None
+                else None
+            ),
+            watcher=(
+                ConfigWatcher(
+                    config_path, config, os.environ, on_result=self.metrics.config_reload
+                )
+                if config_path is not None
+                else None
+            ),
+            on_config=self.monitor.reconfigure if self.monitor is not None else None,
+            forward_counts=self.monitor.forward_counts if self.monitor is not None else {},
+        )
+
+    def _raise_pending(self) -> None:
+        """In mode raise, look at the ring now: the next forward must not run past a violation."""
+        if self._policy.stops_the_engine:
+            self.drain.flush()
+            error = self.drain.pending_error()
+            if error is not None:
+                raise error
+
+    def _on_error(self, where: ErrorPlace, error: BaseException) -> None:
+        self.metrics.internal_error(where)
+        logger.error("kvcanary: blind from now on: %s failed", where, exc_info=error)
+        assert self.monitor is not None
+        for guard in self.monitor.guards:
+            self.metrics.group_state(guard.group.name, "blind")
+
+
+def _counters_of(guard: GroupGuard) -> GroupCounters:
+    return GroupCounters(
+        group=guard.group.name,
+        read=lambda: CounterReading(
+            slots_verified=guard.slots_run(LaunchTag.VERIFY),
+            slots_written=guard.slots_run(LaunchTag.WRITE),
+            slots_sealed=guard.slots_run(LaunchTag.SEAL),
+            slots_scrubbed=guard.slots_run(LaunchTag.SCRUB),
+            verify_launches=guard.launches_run(LaunchTag.VERIFY),
+        ),
+    )

@@ -1,0 +1,304 @@
+"""Plant every fault in a running server and look for it on the server's own /metrics and reports.
+
+A drill answers the question that a silent dashboard leaves open: would the canary have spoken? Each
+fault runs between two looks at the metrics, and the report is compared with what was really planted
+(slot, position, request, step). Before the faults the same traffic runs without one, which must be
+silent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import yaml
+
+from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.traffic import Tokens, TrafficSpec, conversation, generate
+from kvcanary_plugin.metrics import FORWARDS, SLOTS_SEALED, SLOTS_VERIFIED, VIOLATIONS
+
+_OUTPUT_TOKENS: Final = 24
+_REQUESTS: Final = 3
+_DRAIN_INTERVAL_SECONDS: Final = 0.05
+_PLANT_TIMEOUT_SECONDS: Final = 60.0
+_REPORT_TIMEOUT_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultCase:
+    """One fault and the check that has to see it.
+
+    Fields:
+        title: what is done, for the table.
+        fault: kind that the injector knows.
+        checks: metric labels of which one must fire at the planted place. More than one where it
+            depends on what the slot held before.
+        group: group it is planted in.
+        source: strip of real K/V, for byte flips (0: K of the first layer, -1: V of the last).
+    """
+
+    title: str
+    fault: str
+    checks: tuple[str, ...]
+    group: str = "full"
+    source: int = -1
+
+
+FULL_CASES: Final = (
+    FaultCase(title="flip a byte of K, first layer", fault="flip_kv", checks=("real_kv",), source=0),
+    FaultCase(title="flip a byte of V, last layer", fault="flip_kv", checks=("real_kv",), source=-1),
+    FaultCase(title="exchange two page-table entries", fault="swap_table", checks=("position",)),
+    FaultCase(title="rewrite a record", fault="rewrite_record", checks=("token",)),
+    FaultCase(title="shift a chunk's positions", fault="shift_positions", checks=("write_input",)),
+    FaultCase(title="rotate a chunk's input tokens", fault="rotate_inputs", checks=("write_input",)),
+    FaultCase(
+        title="drop the write of a token",
+        fault="drop_write",
+        checks=("unwritten", "position", "token", "chain"),
+    ),
+)
+
+SWA_CASES: Final = (
+    FaultCase(
+        title="flip a byte of K, first sliding layer",
+        fault="flip_kv",
+        checks=("real_kv",),
+        group="swa",
+        source=0,
+    ),
+    FaultCase(
+        title="flip a byte of V, last sliding layer",
+        fault="flip_kv",
+        checks=("real_kv",),
+        group="swa",
+        source=-1,
+    ),
+    FaultCase(
+        title="rewrite a sliding-window record", fault="rewrite_record", checks=("token",), group="swa"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillResult:
+    """What became of one fault.
+
+    Fields:
+        case: the fault.
+        planted: what the injector says it did; empty if it found no target.
+        counted: violations that the metrics gained, by check.
+        steps_until_seen: forwards from the planting to the report; None if never reported.
+        report: the first report line of the expected check at the planted slot and position.
+    """
+
+    case: FaultCase
+    planted: dict[str, Any]
+    counted: dict[str, int]
+    steps_until_seen: int | None
+    report: dict[str, Any] | None
+
+    @property
+    def detected(self) -> bool:
+        """Whether the expected check counted it and reported it at the right place."""
+        counted = any(self.counted.get(check, 0) > 0 for check in self.case.checks)
+        return counted and self.report is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentResult:
+    """What the same traffic came to without a fault."""
+
+    violations: int
+    slots_verified: int
+    slots_sealed: int
+    forwards: int
+
+
+class DrillServer(Protocol):
+    """What a drill needs of a server."""
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+
+    def metrics(self) -> str:
+        """Text of its /metrics."""
+
+
+def cases_for(model: str) -> tuple[FaultCase, ...]:
+    """The faults that make sense on a packaged model."""
+    return FULL_CASES + SWA_CASES if model == "tiny-swa" else FULL_CASES
+
+
+def write_drill_config(directory: Path, **overrides: Any) -> Path:
+    """Settings for a drill: every check on, every row reported, faults allowed; in ``directory``."""
+    settings: dict[str, Any] = {
+        "mode": "log",
+        "write_input_assert": True,
+        "checks": {"token": True},
+        "verify": {"real_kv": "all"},
+        "seal": {"real_kv": "all"},
+        "scrub": {"percent_of_step_time": 0},
+        "drain": {"interval_seconds": _DRAIN_INTERVAL_SECONDS},
+        "report": {"directory": str(directory / "reports"), "every_row": True},
+        "faults": {"allowed": True, "control_file": str(directory / "fault.json")},
+        **overrides,
+    }
+    path = directory / "kvcanary.yaml"
+    path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    return path
+
+
+class Drill:
+    """Runs faults against a server that was started with :func:`write_drill_config`'s file."""
+
+    def __init__(self, server: DrillServer, directory: Path) -> None:
+        self._server = server
+        self._control_file = directory / "fault.json"
+        self._done_file = directory / "fault.json.done"
+        self._reports = directory / "reports"
+        self._next_id = 1
+
+    def run_silent(self) -> SilentResult:
+        """The drill's traffic without a fault, with a shared prefix and its reuse."""
+        before = self._snapshot()
+        for seed in range(2):
+            self._traffic(seed)
+        self._let_drain()
+        after = self._snapshot()
+        return SilentResult(
+            violations=_gained(before, after, VIOLATIONS),
+            slots_verified=_gained(before, after, SLOTS_VERIFIED),
+            slots_sealed=_gained(before, after, SLOTS_SEALED),
+            forwards=_gained(before, after, FORWARDS),
+        )
+
+    def run(self, cases: Sequence[FaultCase]) -> Iterator[DrillResult]:
+        """Plant one fault after the other; the cache is flushed before each."""
+        for case in cases:
+            yield self._run_case(case)
+
+    def _run_case(self, case: FaultCase) -> DrillResult:
+        self._flush_cache()
+        self._let_drain()
+        before = self._snapshot()
+        fault_id = self._ask_for(case)
+        planted: dict[str, Any] | None = None
+        deadline = time.monotonic() + _PLANT_TIMEOUT_SECONDS
+        seed = 100 + fault_id
+        while planted is None and time.monotonic() < deadline:
+            self._traffic(seed)
+            planted = self._planted(fault_id)
+        report = self._wait_for_report(case, planted) if planted else None
+        after = self._snapshot()
+        self._flush_cache()
+        return DrillResult(
+            case=case,
+            planted=planted or {},
+            counted={
+                check: gained
+                for check in sorted({s.labels["check"] for s in after.series(VIOLATIONS)})
+                if (gained := _gained(before, after, VIOLATIONS, check=check))
+            },
+            steps_until_seen=report["step"] - planted["step"] if report and planted else None,
+            report=report,
+        )
+
+    def _traffic(self, seed: int) -> None:
+        """Requests side by side that share a beginning, longer than a chunk, then decode."""
+        spec = TrafficSpec(seed=seed, system_prompts=1, multi_turn_share=0.0, abort_share=0.0)
+        prompts = [conversation(spec, index)[0].new_tokens for index in range(_REQUESTS)]
+
+        def serve(prompt: Tokens) -> None:
+            generate(self._server.url, prompt, max_new_tokens=_OUTPUT_TOKENS)
+
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            list(pool.map(serve, prompts))
+
+    def _ask_for(self, case: FaultCase) -> int:
+        fault_id = self._next_id
+        self._next_id += 1
+        request = {
+            "id": fault_id,
+            "fault": case.fault,
+            "group": case.group,
+            "source": case.source,
+        }
+        # Renamed into place: the injector never reads half a file.
+        partial = self._control_file.with_suffix(".partial")
+        partial.write_text(json.dumps(request), encoding="utf-8")
+        partial.replace(self._control_file)
+        return fault_id
+
+    def _planted(self, fault_id: int) -> dict[str, Any] | None:
+        if not self._done_file.exists():
+            return None
+        lines = self._done_file.read_text(encoding="utf-8").splitlines()
+        done = (json.loads(line) for line in lines)
+        return next((entry for entry in done if entry["id"] == fault_id), None)
+
+    def _wait_for_report(self, case: FaultCase, planted: dict[str, Any]) -> dict[str, Any] | None:
+        deadline = time.monotonic() + _REPORT_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            for report in self._read_reports():
+                if _is_about(report, case, planted):
+                    return report
+            time.sleep(_DRAIN_INTERVAL_SECONDS)
+        return None
+
+    def _read_reports(self) -> Iterator[dict[str, Any]]:
+        for path in sorted(self._reports.glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                yield json.loads(line)
+
+    def _flush_cache(self) -> None:
+        """Forget every cached prefix, corrupted ones included; refused while requests run."""
+        deadline = time.monotonic() + _PLANT_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            status, _ = http_client.post(self._server.url, "/flush_cache", {}, timeout=30.0)
+            if status == 200:
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"kvcanary: {self._server.url}/flush_cache was refused for a minute")
+
+    def _snapshot(self) -> MetricsSnapshot:
+        return MetricsSnapshot.parse(self._server.metrics())
+
+    @staticmethod
+    def _let_drain() -> None:
+        time.sleep(4 * _DRAIN_INTERVAL_SECONDS)
+
+
+def _is_about(report: dict[str, Any], case: FaultCase, planted: dict[str, Any]) -> bool:
+    return (
+        bool(set(case.checks) & set(report["checks"]))
+        and report["group"] == planted["group"]
+        and report["slot"] == planted["slot"]
+        and report["step"] >= planted["step"]
+    )
+
+
+def _gained(before: MetricsSnapshot, after: MetricsSnapshot, name: str, **labels: str) -> int:
+    return int(after.total(name, **labels) - before.total(name, **labels))
+
+
+def as_table(results: Sequence[DrillResult]) -> str:
+    """The results as a Markdown table."""
+    rows = [
+        "| fault | group | expected check | seen | steps until seen | counted |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        counted = ", ".join(f"{check} {count}" for check, count in result.counted.items())
+        steps = "-" if result.steps_until_seen is None else str(result.steps_until_seen)
+        rows.append(
+            f"| {result.case.title} | {result.case.group} | {' or '.join(result.case.checks)}"
+            f" | {'yes' if result.detected else 'NO'} | {steps} | {counted or 'nothing'} |"
+        )
+    return "\n".join(rows)

@@ -1,0 +1,110 @@
+"""What one forward does, in words that no engine owns.
+
+A hook translates its engine's batch into a :class:`ForwardStep`; nothing below the hooks ever sees
+an engine type. For request ``r`` of a step, positions split into half-open ranges::
+
+    [0, prefix_lens[r])                                  K/V existed before this forward: verified
+    [prefix_lens[r], prefix_lens[r] + extend_lens[r])    K/V written by this forward: recorded, sealed
+
+The flat arrays (``input_ids``, ``positions``, ``out_cache_loc``) hold the extend ranges of all
+requests one behind the other, ``sum(extend_lens)`` entries, and then padding nobody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ForwardKind(StrEnum):
+    """Label ``kind`` of ``kvcanary_forwards_total``."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    VERIFY = "verify"
+    DRAFT = "draft"
+    DUMMY = "dummy"
+    UNKNOWN = "unknown"
+
+
+class ForwardResult(StrEnum):
+    """Label ``result`` of ``kvcanary_forwards_total``: how far a forward was checked."""
+
+    CHECKED = "checked"
+    PARTIAL = "partial"
+    UNCHECKED = "unchecked"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostTokens:
+    """Tokens of one request as the scheduler keeps them: never read back from the device.
+
+    Fields:
+        batch_row: row of the request in the batch.
+        request_row: its row in the page table.
+        request_uid: its uid.
+        prefix_len: tokens of it whose K/V existed before this forward.
+        tokens: int64 [prefix_len + extend], the request's own tokens from position 0 on.
+        identity_key: its identity key, 0 for none.
+    """
+
+    batch_row: int
+    request_row: int
+    request_uid: int
+    prefix_len: int
+    tokens: Int64Array
+    identity_key: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardStep:
+    """One forward of the engine (``bs`` requests, ``n`` tokens with padding).
+
+    Integer tensors may be int32 or int64 and lie on the device of the groups.
+
+    Fields:
+        kind: what the forward is.
+        step: number of the forward, counted by the monitor's user, strictly increasing.
+        request_rows: [bs], row of each request in the page table.
+        request_uids: int64 [bs], uid of each request; -1 for padding.
+        prefix_lens: [bs], tokens whose K/V existed before this forward.
+        extend_lens: [bs], tokens whose K/V this forward writes.
+        max_prefix_len: host-side upper bound of ``prefix_lens``; sizes the verify grid.
+        input_ids: [n], token ids being written.
+        positions: [n], their sequence positions.
+        out_cache_loc: one tensor [n] per group, in the order of the groups: the slots being
+            written, in the group's own slot numbering; -1 skips an entry.
+        identity_keys: int64 [bs], or None when no request carries an identity key.
+        host_prefix_lens: int64 [bs] on the host, from the scheduler's own book-keeping; None if the
+            scheduler does not know them when the forward is launched.
+        host_extend_lens: int64 [bs] on the host, likewise.
+        host_tokens: tokens of the requests that compute prompt tokens in this forward.
+    """
+
+    kind: ForwardKind
+    step: int
+    request_rows: torch.Tensor
+    request_uids: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    max_prefix_len: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: tuple[torch.Tensor, ...]
+    identity_keys: torch.Tensor | None = None
+    host_prefix_lens: Int64Array | None = None
+    host_extend_lens: Int64Array | None = None
+    host_tokens: tuple[HostTokens, ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        """Requests of the batch, padding rows included."""
+        return int(self.request_rows.shape[0])

@@ -1,0 +1,119 @@
+"""What the canary keeps for one group: records, slot states, counters, launch contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.kernels import (
+    LaunchTag,
+    RealKvHashMode,
+    SlotTable,
+    VerifyOrWriteContext,
+    WritePlan,
+    allocate_records,
+    pack_kernel_kind,
+)
+from kvcanary_plugin.kernels.consts import VIOLATION_FIELDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ViolationSink:
+    """Where launches put what they find.
+
+    Fields:
+        ring: int64 [capacity, 16]; pinned host memory for CUDA groups, plain memory on CPU.
+        write_index: int32 [1] on the device of the groups.
+    """
+
+    ring: torch.Tensor
+    write_index: torch.Tensor
+
+    @classmethod
+    def allocate(cls, *, capacity: int, device: torch.device) -> ViolationSink:
+        """An empty sink of ``capacity`` rows."""
+        if capacity <= 0:
+            raise ValueError(f"kvcanary: ring capacity must be positive, got {capacity}")
+        return cls(
+            ring=torch.zeros(
+                (capacity, VIOLATION_FIELDS),
+                dtype=torch.int64,
+                pin_memory=device.type == "cuda",
+            ),
+            write_index=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+
+class GroupGuard:
+    """Records, slot states, counters and launch contexts of one group."""
+
+    def __init__(
+        self,
+        *,
+        group: KVCacheGroup,
+        index: int,
+        sink: ViolationSink,
+        max_requests: int,
+        verify_mode: RealKvHashMode,
+        seal_mode: RealKvHashMode,
+    ) -> None:
+        device = group.device
+        self.group = group
+        self.index = index
+        self.records = allocate_records(num_slots=group.num_slots, device=device)
+        self.slots = SlotTable.allocate(
+            num_slots=group.num_slots, device=device, tracks_allocation=group.tracks_allocation
+        )
+        self.write_plan = WritePlan.allocate(write_req_capacity=max_requests, device=device)
+        self.chain_position_assert = torch.ones(1, dtype=torch.int32, device=device)
+        self._sink = sink
+        self._contexts = {
+            tag: self._make_context(tag, mode)
+            for tag, mode in (
+                (LaunchTag.LIFECYCLE, RealKvHashMode.NONE),
+                (LaunchTag.VERIFY, verify_mode),
+                (LaunchTag.WRITE, RealKvHashMode.NONE),
+                (LaunchTag.SEAL, seal_mode),
+                (LaunchTag.SCRUB, seal_mode),
+            )
+        }
+
+    def _make_context(self, tag: LaunchTag, mode: RealKvHashMode) -> VerifyOrWriteContext:
+        device = self.group.device
+        return VerifyOrWriteContext(
+            canary_buf=self.records,
+            kernel_kind=pack_kernel_kind(tag, self.index),
+            violation_ring=self._sink.ring,
+            violation_write_index=self._sink.write_index,
+            slot_run_counter=torch.zeros(1, dtype=torch.int64, device=device),
+            kernel_run_counter=torch.zeros(1, dtype=torch.int64, device=device),
+            real_kv_sources=self.group.sources if mode is not RealKvHashMode.NONE else (),
+            real_kv_hash_mode=mode,
+            enable_chain_position_assert=self.chain_position_assert,
+            slot_table=self.slots,
+            counter_mirror=(
+                torch.zeros(2, dtype=torch.int64, pin_memory=True)
+                if device.type == "cuda"
+                else None
+            ),
+        )
+
+    def context(self, tag: LaunchTag) -> VerifyOrWriteContext:
+        """The launch context of one step of the forward."""
+        return self._contexts[tag]
+
+    def slots_run(self, tag: LaunchTag) -> int:
+        """Slots that step ``tag`` has gone through since the start; never synchronises."""
+        context = self._contexts[tag]
+        if context.counter_mirror is not None:
+            return int(context.counter_mirror[0])
+        return int(context.slot_run_counter[0])
+
+    def launches_run(self, tag: LaunchTag) -> int:
+        """Launches of step ``tag`` that have begun since the start; never synchronises."""
+        context = self._contexts[tag]
+        if context.counter_mirror is not None:
+            return int(context.counter_mirror[1])
+        return int(context.kernel_run_counter[0])

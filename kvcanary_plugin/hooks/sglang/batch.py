@@ -1,0 +1,249 @@
+"""Translate SGLang's ``ForwardBatch`` into a :class:`ForwardStep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
+from kvcanary_plugin.hooks.sglang.versions import own_tokens
+from kvcanary_plugin.identity import identity_key
+from kvcanary_plugin.kernels import translate_out_cache_loc
+from kvcanary_plugin.violations import RequestNames
+
+_REQUESTS = "_kvcanary_requests"
+_UID = "_kvcanary_uid"
+_KEY = "_kvcanary_identity_key"
+_UNKNOWN_UID = -1
+
+
+class UnsupportedForward(RuntimeError):
+    """A forward that this hook cannot translate, so that its writes would go unseen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchIdentity:
+    """uids and identity keys of a batch, on the device; reused while the batch stays the same."""
+
+    request_ids: list[str]
+    uids: torch.Tensor
+    keys: torch.Tensor | None
+
+
+class BatchTranslator:
+    """Turns the batches of one model runner into steps; counts steps and hands out request uids."""
+
+    def __init__(
+        self, *, groups: tuple[KVCacheGroup, ...], names: RequestNames, max_tokens: int
+    ) -> None:
+        """
+        Args:
+            groups: the guarded groups, in the order of ``ForwardStep.out_cache_loc``.
+            names: learns the request id behind each uid.
+            max_tokens: tokens that one forward may hold; more grows the translation buffer.
+        """
+        self._groups = groups
+        self._names = names
+        self._device = groups[0].device
+        self._next_uid = 1
+        self._step = 0
+        self._identity: _BatchIdentity | None = None
+        rows = groups[0].page_table.shape[0]
+        self._ones = torch.ones(rows, dtype=torch.int64, device=self._device)
+        self._decode_prefix = torch.empty(rows, dtype=torch.int64, device=self._device)
+        self._translated = {
+            index: torch.empty(max_tokens, dtype=torch.int64, device=self._device)
+            for index, group in enumerate(groups)
+            if group.full_to_swa is not None
+        }
+
+    @staticmethod
+    def remember_requests(forward_batch: Any, schedule_batch: Any) -> None:
+        """Keep the scheduler's requests with the batch that was made from them."""
+        decoding = {id(request) for request in (getattr(schedule_batch, "decoding_reqs", None) or ())}
+        requests = tuple(schedule_batch.reqs)
+        prompt = tuple(id(request) not in decoding for request in requests)
+        setattr(forward_batch, _REQUESTS, (requests, prompt))
+
+    def translate(self, forward_batch: Any) -> ForwardStep:
+        """The step that ``forward_batch`` is about to run. No device synchronisation.
+
+        Raises:
+            UnsupportedForward: for a forward mode whose reads and writes this hook does not know.
+        """
+        self._step += 1
+        mode = forward_batch.forward_mode
+        if mode.is_idle() or forward_batch.batch_size == 0:
+            return self._empty_step()
+        if mode.is_decode():
+            return self._decode_step(forward_batch)
+        if mode.is_extend_without_speculative() and not mode.is_split_prefill():
+            return self._extend_step(forward_batch)
+        raise UnsupportedForward(f"forward mode {mode.name} is not supported")
+
+    def _decode_step(self, batch: Any) -> ForwardStep:
+        size = int(batch.batch_size)
+        # Not `positions`: what is verified must not hang on the input that may be wrong.
+        prefix = torch.sub(batch.seq_lens[:size], 1, out=self._decode_prefix[:size])
+        lens_on_host = getattr(batch, "seq_lens_cpu", None)
+        host_prefix = lens_on_host[:size].numpy().astype(np.int64) - 1 if lens_on_host is not None else None
+        return self._step_of(
+            batch,
+            kind=ForwardKind.DECODE if getattr(batch, "rids", None) else ForwardKind.DUMMY,
+            prefix=prefix,
+            extend=self._ones[:size],
+            host_prefix=host_prefix,
+            host_extend=np.ones(size, dtype=np.int64) if host_prefix is not None else None,
+            host_tokens=(),
+            rebuild_identity=False,
+        )
+
+    def _extend_step(self, batch: Any) -> ForwardStep:
+        prefix_on_host = getattr(batch, "extend_prefix_lens_cpu", None)
+        extend_on_host = getattr(batch, "extend_seq_lens_cpu", None)
+        host_prefix = host_extend = None
+        if prefix_on_host is not None and extend_on_host is not None:
+            host_prefix = np.asarray(prefix_on_host, dtype=np.int64)
+            host_extend = np.asarray(extend_on_host, dtype=np.int64)
+        kind = ForwardKind.MIXED if batch.forward_mode.is_mixed() else ForwardKind.PREFILL
+        return self._step_of(
+            batch,
+            kind=kind if getattr(batch, "rids", None) else ForwardKind.DUMMY,
+            prefix=batch.extend_prefix_lens,
+            extend=batch.extend_seq_lens,
+            host_prefix=host_prefix,
+            host_extend=host_extend,
+            host_tokens=self._host_tokens(batch, host_prefix, host_extend),
+            rebuild_identity=True,
+        )
+
+    def _step_of(
+        self,
+        batch: Any,
+        *,
+        kind: ForwardKind,
+        prefix: torch.Tensor,
+        extend: torch.Tensor,
+        host_prefix: Int64Array | None,
+        host_extend: Int64Array | None,
+        host_tokens: tuple[HostTokens, ...],
+        rebuild_identity: bool,
+    ) -> ForwardStep:
+        identity = self._identity_of(batch, rebuild=rebuild_identity)
+        width = self._groups[0].page_table.shape[1]
+        return ForwardStep(
+            kind=kind,
+            step=self._step,
+            request_rows=batch.req_pool_indices[: batch.batch_size],
+            request_uids=identity.uids,
+            prefix_lens=prefix,
+            extend_lens=extend,
+            max_prefix_len=int(host_prefix.max()) if host_prefix is not None else width,
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            out_cache_loc=tuple(
+                self._slots_in(index, batch.out_cache_loc) for index in range(len(self._groups))
+            ),
+            identity_keys=identity.keys,
+            host_prefix_lens=host_prefix,
+            host_extend_lens=host_extend,
+            host_tokens=host_tokens,
+        )
+
+    def _slots_in(self, group_index: int, out_cache_loc: torch.Tensor) -> torch.Tensor:
+        """The slots being written, in the numbering of a group."""
+        lookup = self._groups[group_index].full_to_swa
+        if lookup is None:
+            return out_cache_loc
+        count = out_cache_loc.shape[0]
+        if count > self._translated[group_index].shape[0]:
+            self._translated[group_index] = torch.empty(
+                2 * count, dtype=torch.int64, device=self._device
+            )
+        output = self._translated[group_index][:count]
+        translate_out_cache_loc(
+            out_cache_loc=out_cache_loc, full_to_swa_index_mapping=lookup, output=output
+        )
+        return output
+
+    def _identity_of(self, batch: Any, *, rebuild: bool) -> _BatchIdentity:
+        request_ids: list[str] = getattr(batch, "rids", None) or []
+        kept = self._identity
+        # A request is always prefilled before it decodes, so equal ids in a decode are equal
+        # requests; an id that a client uses again arrives with a prefill, which rebuilds.
+        if not rebuild and kept is not None and kept.request_ids == request_ids and request_ids:
+            return kept
+        requests, _ = getattr(batch, _REQUESTS, ((), ()))
+        size = int(batch.batch_size)
+        uids = np.full(size, _UNKNOWN_UID, dtype=np.int64)
+        keys = np.zeros(size, dtype=np.int64)
+        for row, request in enumerate(requests[:size]):
+            uids[row] = self._uid_of(request)
+            keys[row] = _identity_key_of(request)
+        identity = _BatchIdentity(
+            request_ids=list(request_ids),
+            uids=torch.from_numpy(uids).to(self._device, non_blocking=True),
+            keys=torch.from_numpy(keys).to(self._device, non_blocking=True) if keys.any() else None,
+        )
+        self._identity = identity
+        return identity
+
+    def _uid_of(self, request: Any) -> int:
+        uid = getattr(request, _UID, None)
+        if uid is None:
+            uid = self._next_uid
+            self._next_uid += 1
+            setattr(request, _UID, uid)
+        self._names.register(uid, request.rid)
+        return int(uid)
+
+    def _host_tokens(
+        self, batch: Any, prefix: Int64Array | None, extend: Int64Array | None
+    ) -> tuple[HostTokens, ...]:
+        requests, computes_prompt = getattr(batch, _REQUESTS, ((), ()))
+        if prefix is None or extend is None:
+            return ()
+        return tuple(
+            HostTokens(
+                batch_row=row,
+                request_row=int(request.kv.req_pool_idx),
+                request_uid=self._uid_of(request),
+                prefix_len=int(prefix[row]),
+                tokens=np.frombuffer(
+                    own_tokens(request)[: int(prefix[row] + extend[row])], dtype=np.int64
+                ),
+                identity_key=_identity_key_of(request),
+            )
+            for row, request in enumerate(requests)
+            if computes_prompt[row]
+        )
+
+    def _empty_step(self) -> ForwardStep:
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        return ForwardStep(
+            kind=ForwardKind.DUMMY,
+            step=self._step,
+            request_rows=nothing,
+            request_uids=nothing,
+            prefix_lens=nothing,
+            extend_lens=nothing,
+            max_prefix_len=0,
+            input_ids=nothing,
+            positions=nothing,
+            out_cache_loc=tuple(nothing for _ in self._groups),
+        )
+
+
+def _identity_key_of(request: Any) -> int:
+    """Identity key of a request; SGLang's ``extra_key`` carries salt and LoRA id together."""
+    key = getattr(request, _KEY, None)
+    if key is None:
+        key = identity_key(
+            lora_id=getattr(request, "lora_id", None), cache_salt=getattr(request, "extra_key", None)
+        )
+        setattr(request, _KEY, key)
+    return int(key)

@@ -1,0 +1,47 @@
+"""The one place that knows what differs between SGLang versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcanary_plugin.metrics import RankLabels
+
+# What the plugin hooks, by the dotted path that SGLang's hook registry resolves.
+ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
+CONFIGURE_SCHEDULER = "sglang.srt.managers.scheduler.configure_scheduler_process"
+POOLS_READY = "sglang.srt.model_executor.model_runner.ModelRunner._init_post_memory_pool_components"
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+SAMPLE = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
+NEW_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+
+MAIN_PROCESS_TARGETS = (ADD_CLI_ARGS, FROM_CLI_ARGS)
+SCHEDULER_TARGETS = (POOLS_READY, FORWARD, SAMPLE, NEW_BATCH)
+
+
+def engine_version() -> str:
+    """Version of the installed SGLang."""
+    import sglang
+
+    return str(sglang.__version__)
+
+
+def rank_labels(model_runner: Any) -> RankLabels:
+    """Tensor, pipeline and data parallel rank of this process."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        ranks: Any = get_parallel()
+    except ImportError:  # before 0.5.21 the runner carries its ranks itself
+        ranks = model_runner
+    return RankLabels(
+        tp_rank=int(getattr(ranks, "tp_rank", 0) or 0),
+        pp_rank=int(getattr(ranks, "pp_rank", 0) or 0),
+        dp_rank=int(getattr(ranks, "dp_rank", 0) or 0),
+    )
+
+
+def own_tokens(request: Any) -> Any:
+    """``array('q')`` of a request's prompt and committed output, as the scheduler keeps it."""
+    tokens = getattr(request, "full_untruncated_fill_ids", None)
+    return request.fill_ids if tokens is None else tokens

@@ -1,0 +1,1 @@
+"""vLLM: reserved entry point."""

@@ -1,0 +1,273 @@
+"""The steps around one forward, in order.
+
+:class:`CanaryMonitor` runs a fixed list of launches per group on the current stream: before the
+engine's forward it verifies what the forward is about to read and records what it is about to
+write, after it, it seals. Nothing in here synchronises with the device, and a violation is never
+looked at here: it lies in the ring until the drain reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.config import CanaryConfig
+from kvcanary_plugin.forward import ForwardKind, ForwardResult, ForwardStep
+from kvcanary_plugin.guard import GroupGuard, ViolationSink
+from kvcanary_plugin.identity import PrefixHasher
+from kvcanary_plugin.kernels import (
+    LaunchTag,
+    RealKvHashMode,
+    TableReads,
+    launch_canary_prepare_kernel,
+    launch_canary_seal_kernel,
+    launch_canary_table_verify_kernel,
+    launch_canary_write_kernel,
+)
+from kvcanary_plugin.metrics import ErrorPlace
+from kvcanary_plugin.oracle import TokenHistory
+from kvcanary_plugin.violations import KVCanaryViolationError
+
+logger = logging.getLogger(__name__)
+
+
+class CanaryMonitor:
+    """Runs the canary's steps around each forward of one engine rank.
+
+    Not thread-safe: :meth:`before_forward` and :meth:`after_forward` are called in turn by the
+    thread that launches the engine's forwards, with the forward's stream current. Counters and
+    state may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: CanaryConfig,
+        groups: Sequence[KVCacheGroup],
+        max_requests: int,
+        raise_pending: Callable[[], None],
+        on_error: Callable[[ErrorPlace, BaseException], None],
+    ) -> None:
+        """
+        Args:
+            config: the settings to start with; :meth:`reconfigure` replaces them.
+            groups: what is guarded, all on one device; ``ForwardStep.out_cache_loc`` follows this
+                order.
+            max_requests: requests that a forward may hold.
+            raise_pending: called before each forward; raises in mode raise when violations lie in
+                the ring.
+            on_error: called with (where, exception) when the canary itself fails.
+        """
+        if not groups:
+            raise ValueError("kvcanary: no KV cache group to guard; at least one is needed")
+        device = groups[0].device
+        self._config = config
+        self._raise_pending = raise_pending
+        self._on_error = on_error
+        self.sink = ViolationSink.allocate(capacity=config.ring.capacity, device=device)
+        self.guards = tuple(
+            GroupGuard(
+                group=group,
+                index=index,
+                sink=self.sink,
+                max_requests=max_requests,
+                verify_mode=RealKvHashMode[config.verify.real_kv.upper()],
+                seal_mode=RealKvHashMode[config.seal.real_kv.upper()],
+            )
+            for index, group in enumerate(groups)
+        )
+        self.history = self._make_history(groups[0]) if self._needs_history(config) else None
+        self.blind_because: str | None = None
+        self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
+        self._prefix_hasher = PrefixHasher()
+        self._step: ForwardStep | None = None
+        self._result = ForwardResult.UNCHECKED
+
+    def before_forward(self, step: ForwardStep) -> None:
+        """Steps 1 to 3: everything that has to happen before the engine's forward is launched."""
+        self._raise_pending()
+        self._step = step
+        self._result = ForwardResult.UNCHECKED
+        if self.blind_because is not None:
+            return
+        with self.guard_errors("launch"):
+            self._result = ForwardResult.CHECKED
+            expected = self._expected_inputs(step)
+            prefix_hashes = self._prefix_hashes(step)
+            for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
+                reads = self._reads(guard, step, prefix_hashes)
+                self._apply_lifecycle_events(guard, reads, out_cache_loc, step)
+                self._verify(guard, reads, step)
+                self._write(guard, out_cache_loc, expected, step)
+
+    def after_forward(self) -> None:
+        """Steps 5 to 7: everything that has to happen once the engine's forward is launched."""
+        step, self._step = self._step, None
+        if step is not None and self.blind_because is None:
+            with self.guard_errors("launch"):
+                for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
+                    self._seal(guard, out_cache_loc, step)
+        kind = step.kind if step is not None else ForwardKind.UNKNOWN
+        self.forward_counts[kind, self._result] += 1
+
+    def record_sampled(
+        self, request_rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Tell the oracle what the sampler chose: ``tokens[r]`` at ``positions[r]``, all [bs]."""
+        if self.history is None or self.blind_because is not None:
+            return
+        with self.guard_errors("oracle"):
+            self.history.record_sampled(request_rows, positions, tokens)
+
+    def reconfigure(self, config: CanaryConfig) -> None:
+        """Take over settings that may change while the engine serves."""
+        if self.history is None and self._needs_history(config):
+            # Tokens of requests already running are not known; the table fills as they arrive.
+            self.history = self._make_history(self.guards[0].group)
+        self._config = config
+
+    # --- the steps ------------------------------------------------------------------------------
+
+    def _apply_lifecycle_events(
+        self,
+        guard: GroupGuard,
+        reads: TableReads,
+        out_cache_loc: torch.Tensor,
+        step: ForwardStep,
+    ) -> None:
+        launch_canary_prepare_kernel(
+            context=guard.context(LaunchTag.LIFECYCLE),
+            reads=reads,
+            write_plan_out=guard.write_plan,
+            out_cache_loc=out_cache_loc,
+            step=step.step,
+        )
+
+    def _verify(self, guard: GroupGuard, reads: TableReads, step: ForwardStep) -> None:
+        if self._config.mode == "off":
+            self._result = ForwardResult.UNCHECKED
+            return
+        launch_canary_table_verify_kernel(
+            context=guard.context(LaunchTag.VERIFY), reads=reads, step=step.step
+        )
+
+    def _write(
+        self,
+        guard: GroupGuard,
+        out_cache_loc: torch.Tensor,
+        expected: tuple[torch.Tensor, torch.Tensor] | None,
+        step: ForwardStep,
+    ) -> None:
+        tokens, positions = expected if expected is not None else (None, None)
+        launch_canary_write_kernel(
+            context=guard.context(LaunchTag.WRITE),
+            plan=guard.write_plan,
+            input_ids=step.input_ids,
+            positions=step.positions,
+            out_cache_loc=out_cache_loc,
+            enable_write_input_assert=expected is not None,
+            expected_input_tokens=tokens,
+            expected_input_positions=positions,
+            step=step.step,
+        )
+
+    def _seal(self, guard: GroupGuard, out_cache_loc: torch.Tensor, step: ForwardStep) -> None:
+        launch_canary_seal_kernel(
+            context=guard.context(LaunchTag.SEAL),
+            plan=guard.write_plan,
+            out_cache_loc=out_cache_loc,
+            step=step.step,
+        )
+
+    # --- what the steps need --------------------------------------------------------------------
+
+    def _reads(
+        self,
+        guard: GroupGuard,
+        step: ForwardStep,
+        prefix_hashes: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> TableReads:
+        group = guard.group
+        check_tokens = self.history is not None and self._config.checks.token
+        hashes, valid = prefix_hashes if prefix_hashes is not None else (None, None)
+        return TableReads(
+            page_table=group.page_table,
+            page_size=group.page_size,
+            padding_row=group.padding_row,
+            request_rows=step.request_rows,
+            request_uids=step.request_uids,
+            prefix_lens=step.prefix_lens,
+            extend_lens=step.extend_lens,
+            max_prefix_len=step.max_prefix_len,
+            full_to_swa_index_mapping=group.full_to_swa,
+            swa_window_size=group.swa_window_size,
+            identity_keys=step.identity_keys,
+            expected_tokens=self.history.tokens if check_tokens and self.history else None,
+            expected_valid_lens=step.prefix_lens if check_tokens else None,
+            token_offset=group.token_offset,
+            prefix_hashes=hashes,
+            prefix_hash_valid=valid,
+        )
+
+    def _prefix_hashes(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Host chain hash of every prefix that this forward admits, spread over the batch rows."""
+        if not self._config.checks.prefix_identity:
+            return None
+        admitted = [request for request in step.host_tokens if request.prefix_len > 0]
+        if not admitted:
+            return None
+        pair = torch.zeros((2, step.batch_size), dtype=torch.int64)
+        for request in admitted:
+            pair[0, request.batch_row] = self._prefix_hasher.prefix_hash(
+                request_uid=request.request_uid,
+                tokens=request.tokens,
+                prefix_len=request.prefix_len,
+                key=request.identity_key,
+            )
+            pair[1, request.batch_row] = 1
+        on_device = pair.to(step.request_rows.device, non_blocking=True)
+        return on_device[0], on_device[1]
+
+    def _expected_inputs(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.history is None:
+            return None
+        self.history.record_prompt(step.host_tokens)
+        if not self._config.write_input_assert:
+            return None
+        expected = self.history.expected_inputs(step)
+        if expected is None:
+            self._result = ForwardResult.PARTIAL
+        return expected
+
+    @staticmethod
+    def _needs_history(config: CanaryConfig) -> bool:
+        return config.checks.token or config.write_input_assert
+
+    @staticmethod
+    def _make_history(group: KVCacheGroup) -> TokenHistory:
+        rows, width = group.page_table.shape
+        return TokenHistory(rows=rows, width=width * group.page_size, device=group.device)
+
+    @contextmanager
+    def guard_errors(self, where: ErrorPlace) -> Iterator[None]:
+        """Keeps an error of the canary away from the engine, except in mode raise.
+
+        The canary stops for good: records that miss a forward would alarm on slots that are fine.
+        A violation that mode raise throws passes through in every case.
+        """
+        try:
+            yield
+        except KVCanaryViolationError:
+            raise
+        except Exception as error:
+            self._result = ForwardResult.ERROR
+            if self.blind_because is None:
+                self.blind_because = f"{where}: {type(error).__name__}: {error}"
+                self._on_error(where, error)
+            if self._config.mode == "raise":
+                raise

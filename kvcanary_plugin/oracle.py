@@ -1,0 +1,98 @@
+"""What each token of a request should be, from sources that the forward's inputs do not pass through.
+
+Two oracles fill one table: prompt tokens come from the scheduler's own history on the host
+(:meth:`TokenHistory.record_prompt`), generated ones from the sampler's output
+(:meth:`TokenHistory.record_sampled`). Positions come from the scheduler's host-side lengths. The
+write-input assert and the ``token`` check compare against this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from kvcanary_plugin.forward import ForwardStep, HostTokens, Int64Array
+
+NOT_KNOWN = -1
+
+
+class TokenHistory:
+    """Tokens per request row, on the device: int32 [rows, width], -1 where not known.
+
+    Costs ``rows * width * 4`` bytes, which is why production leaves it off: there the chain and
+    the prefix identity cover the tokens, and this table serves CI and debugging.
+    """
+
+    def __init__(self, *, rows: int, width: int, device: torch.device) -> None:
+        self._tokens = torch.full((rows, width), NOT_KNOWN, dtype=torch.int32, device=device)
+        self._uid_of_row: dict[int, int] = {}
+        self._stored_len: dict[int, int] = {}
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int32 [rows, width]; entry [row, position]."""
+        return self._tokens
+
+    def record_prompt(self, requests: Iterable[HostTokens]) -> None:
+        """Store the tokens of requests that compute prompt tokens in the coming forward."""
+        for request in requests:
+            row = request.request_row
+            if self._uid_of_row.get(row) != request.request_uid:
+                # The row has a new tenant: nothing of the old one may serve as an expectation.
+                self._uid_of_row[row] = request.request_uid
+                self._tokens[row].fill_(NOT_KNOWN)
+                self._stored_len[row] = 0
+            start, end = self._stored_len[row], request.tokens.shape[0]
+            if start < end:
+                chunk = torch.from_numpy(request.tokens[start:end].astype(np.int32))
+                self._tokens[row, start:end].copy_(chunk, non_blocking=True)
+                self._stored_len[row] = end
+
+    def record_sampled(
+        self, request_rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Store what the sampler chose: token ``tokens[r]`` at ``positions[r]`` of row r.
+
+        All [bs], on the device; rows whose position lies beyond the table are left out by
+        clamping onto the last column, which no request of full length reads.
+        """
+        columns = positions.clamp(max=self._tokens.shape[1] - 1).long()
+        self._tokens[request_rows.long(), columns] = tokens.to(torch.int32)
+
+    def expected_inputs(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(expected tokens, expected positions) for the flat inputs of ``step``, int64 [n].
+
+        None when the scheduler's host-side lengths are not known for this forward. Where no oracle
+        knows a token, the input itself stands in: the assert then checks the position only.
+        """
+        if step.host_prefix_lens is None or step.host_extend_lens is None:
+            return None
+        host_rows, host_positions = flat_rows_and_positions(
+            step.host_prefix_lens, step.host_extend_lens
+        )
+        device = self._tokens.device
+        positions = step.positions.to(torch.int64).clone()
+        tokens = step.input_ids.to(torch.int64).clone()
+        count = host_positions.shape[0]
+        if count == 0:
+            return tokens, positions
+        batch_rows = torch.from_numpy(host_rows).to(device, non_blocking=True)
+        expected_positions = torch.from_numpy(host_positions).to(device, non_blocking=True)
+        rows = step.request_rows.long()[batch_rows]
+        columns = expected_positions.clamp(max=self._tokens.shape[1] - 1)
+        known = self._tokens[rows, columns].to(torch.int64)
+        tokens[:count] = torch.where(known == NOT_KNOWN, tokens[:count], known)
+        positions[:count] = expected_positions
+        return tokens, positions
+
+
+def flat_rows_and_positions(
+    prefix_lens: Int64Array, extend_lens: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """For every flat token of a forward: its batch row and its position, from host lengths."""
+    rows = np.repeat(np.arange(prefix_lens.shape[0], dtype=np.int64), extend_lens)
+    starts = np.cumsum(extend_lens) - extend_lens
+    within = np.arange(rows.shape[0], dtype=np.int64) - starts[rows]
+    return rows, prefix_lens[rows] + within
