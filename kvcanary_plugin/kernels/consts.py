@@ -27,6 +27,8 @@ FIELD_REAL_KV_HASH: Final = 3
 PADDING_SLOT: Final = 0
 CHAIN_HEAD: Final = -1
 UNKNOWN: Final = -1
+# A slot read from outside the page table: beyond every pool, so that it is reported, never read.
+OUT_OF_TABLE: Final = (1 << 63) - 1
 
 # Bytes of each source that mode PARTIAL folds.
 PARTIAL_READ_BYTES: Final = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -77,6 +77,22 @@ class SlotTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedContext:
+    """A validated context in the form that kernels take (``packing.packed`` makes it).
+
+    Fields:
+        launch: int64 [20] on CPU, struct LaunchContext.
+        source_table: int64 [num_sources, 5] on the records' device; None without real KV. Kept
+            here because ``launch`` holds its address.
+        device: the records' device.
+    """
+
+    launch: torch.Tensor
+    source_table: torch.Tensor | None
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifyOrWriteContext:
     """The part of a launch that stays the same from forward to forward.
 
@@ -96,6 +112,7 @@ class VerifyOrWriteContext:
         slot_table: lifecycle state and provenance; None leaves those checks and columns out (-1).
         counter_mirror: int64 [2] in pinned host memory, CUDA only: (slot_run, kernel_run) as the
             next launch publishes them, for a reader that must not synchronise. None elsewhere.
+        packed_words: filled by the first launch; not for callers.
     """
 
     canary_buf: torch.Tensor
@@ -109,6 +126,7 @@ class VerifyOrWriteContext:
     enable_chain_position_assert: torch.Tensor
     slot_table: SlotTable | None = None
     counter_mirror: torch.Tensor | None = None
+    packed_words: PackedContext | None = field(default=None, init=False, repr=False)
 
 
 def allocate_records(*, num_slots: int, device: torch.device) -> torch.Tensor:
