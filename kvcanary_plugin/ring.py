@@ -47,7 +47,7 @@ class RingReader:
     """
 
     def __init__(self, ring: torch.Tensor) -> None:
-        if ring.is_cuda:
+        if ring.device.type != "cpu":
             raise ValueError(
                 f"kvcanary: ring got a tensor on {ring.device}; allowed: host memory; allocate it"
                 " pinned on the host"

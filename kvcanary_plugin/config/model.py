@@ -352,15 +352,17 @@ def _contradictions(config: CanaryConfig) -> list[ConfigProblem]:
         add(
             "verify.real_kv",
             verify.real_kv,
-            f"none or {seal.real_kv}, as seal.real_kv is {seal.real_kv}",
+            " or ".join(dict.fromkeys(("none", seal.real_kv)))
+            + f", as seal.real_kv is {seal.real_kv}",
             "give both the same value: a fold can only be compared with one over the same bytes",
         )
     if seal.real_kv == "none" and not scrub.is_off:
         add(
-            "scrub.percent_of_step_time",
-            scrub.percent_of_step_time or f"null (scrub.bytes_per_second {scrub.bytes_per_second})",
-            "0, as seal.real_kv is none",
-            "set it to 0, or seal real K/V: without a seal there is nothing to compare with",
+            "seal.real_kv",
+            "none",
+            "partial or all while the scrub is on",
+            "seal real K/V, or set scrub.percent_of_step_time: 0: without a seal there is nothing"
+            " to compare with",
         )
     if not checks.real_kv and (verify.real_kv != "none" or not scrub.is_off):
         add(
