@@ -32,7 +32,7 @@ def check_vector(
     size: int | None = None,
     size_like: str = "",
 ) -> None:
-    """``tensor`` is a contiguous vector of one of ``dtypes`` on ``device``, ``size`` long if given."""
+    """``tensor`` is a contiguous vector on ``device``, ``size`` long if given."""
     if not isinstance(tensor, torch.Tensor):
         raise refuse(name, "be a torch.Tensor", type(tensor).__name__)
     if tensor.device != device:
@@ -229,6 +229,7 @@ def check_table(
             device=device,
             dtypes=INTEGERS,
         )
+        check_at_least("full_to_swa_index_mapping size", full_to_swa_index_mapping.numel(), 1)
 
 
 def check_reads(reads: TableReads, *, device: torch.device) -> None:
