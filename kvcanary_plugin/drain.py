@@ -160,8 +160,10 @@ class Drain:
 
     def start(self) -> None:
         """Starts the thread; calling it again is harmless."""
+        if not self._is_in_own_process():
+            return
         with self._lock:
-            if self._thread is None and not self._stopping.is_set() and self._is_in_own_process():
+            if self._thread is None and not self._stopping.is_set():
                 self._thread = threading.Thread(
                     target=self._run, name="kvcanary-drain", daemon=True
                 )
@@ -169,7 +171,7 @@ class Drain:
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Ends the thread, polls a last time and closes the report file. Final."""
-        if not self._is_in_own_process():  # a fork may have copied the lock while it was held
+        if not self._is_in_own_process():
             return
         self._stopping.set()
         thread = self._thread
@@ -200,7 +202,11 @@ class Drain:
         return self._policy.pending_error()
 
     def _is_in_own_process(self) -> bool:
-        """Whether this is the process that made it: a forked child must not count a second time."""
+        """Whether this is the process that made it, and no forked child.
+
+        A child must not count a second time, and must not touch the lock: the fork may have copied
+        it while it was held.
+        """
         return self._process == os.getpid()
 
     def _run(self) -> None:

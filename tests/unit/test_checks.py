@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcanary_plugin.checks import CHECKS, check_named, labels_of
+from kvcanary_plugin.checks import CHECKS, Check, check_named, labels_of
 from kvcanary_plugin.kernels.consts import FailReason
 
 
@@ -53,7 +53,7 @@ def test_unknown_label_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.label)
-def test_every_check_has_words_for_the_operator(check) -> None:  # type: ignore[no-untyped-def]
+def test_every_check_has_words_for_the_operator(check: Check) -> None:
     assert check.meaning.endswith(".")
     assert check.do.endswith(".")
     assert len(check.causes) >= 2
