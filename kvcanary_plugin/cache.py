@@ -27,6 +27,9 @@ class KVCacheGroup:
         token_offset: the slot of position p holds the K/V of the token at p + token_offset (draft
             models: 1).
         tracks_allocation: whether alloc / free events reach this group.
+        pool: groups of one pool share records and slot states: their page tables hand out slots of
+            one allocation, each slot to one group at a time, under one numbering. None: the group
+            has a pool of its own.
     """
 
     name: str
@@ -39,6 +42,7 @@ class KVCacheGroup:
     swa_window_size: int = 0
     token_offset: int = 0
     tracks_allocation: bool = False
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_slots <= 0:

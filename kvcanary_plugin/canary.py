@@ -19,7 +19,7 @@ from kvcanary_plugin.drain import CounterReading, Drain, GroupCounters
 from kvcanary_plugin.faults import FaultInjector
 from kvcanary_plugin.forward import ForwardStep
 from kvcanary_plugin.guard import GroupGuard
-from kvcanary_plugin.kernels import LaunchTag, backend_name
+from kvcanary_plugin.kernels import LaunchTag, load_kernels
 from kvcanary_plugin.metrics import CanaryMetrics, ErrorPlace, RankLabels
 from kvcanary_plugin.monitor import CanaryMonitor
 from kvcanary_plugin.report_files import ReportFiles
@@ -74,7 +74,15 @@ class Canary:
         if unguarded and config.mode == "raise":
             text = "; ".join(f"group {group.name}: {group.reason}" for group in unguarded)
             raise UnsupportedEngineError(f"kvcanary: not guarded, and mode is raise: {text}")
-        device_type = groups[0].device.type if groups else "cpu"
+        backend = (
+            load_kernels(
+                groups[0].device,
+                build_cache=config.build.cache_directory,
+                prebuilt=config.build.prebuilt_directory,
+            )
+            if groups
+            else "none"
+        )
         self.names = RequestNames()
         self.metrics = CanaryMetrics(
             engine=engine,
@@ -82,7 +90,7 @@ class Canary:
             groups=[*(g.name for g in groups), *(g.name for g in unguarded)],
             extra_labels=config.metrics.labels,
             version=__version__,
-            backend=backend_name(device_type),
+            backend=backend,
         )
         self.metrics.settings(config)
         for group in unguarded:

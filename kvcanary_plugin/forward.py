@@ -87,6 +87,8 @@ class ForwardStep:
             scheduler does not know them when the forward is launched.
         host_extend_lens: int64 [bs] on the host, likewise.
         host_tokens: tokens of the requests that compute prompt tokens in this forward.
+        moved_rows: (old rows, new rows), int64 [k] each on the host: running requests that stand in
+            another row of the page table than in the forward before; None when none does.
     """
 
     kind: ForwardKind
@@ -103,6 +105,7 @@ class ForwardStep:
     host_prefix_lens: Int64Array | None = None
     host_extend_lens: Int64Array | None = None
     host_tokens: tuple[HostTokens, ...] = ()
+    moved_rows: tuple[Int64Array, Int64Array] | None = None
 
     @property
     def batch_size(self) -> int:

@@ -10,6 +10,7 @@ from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.kernels import (
     LaunchTag,
     RealKvHashMode,
+    SlotState,
     SlotTable,
     VerifyOrWriteContext,
     WritePlan,
@@ -46,6 +47,46 @@ class ViolationSink:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotRecords:
+    """Records and slot states of one pool; groups of the same pool share them."""
+
+    records: torch.Tensor
+    slots: SlotTable
+
+    @classmethod
+    def allocate(cls, group: KVCacheGroup) -> SlotRecords:
+        """Fresh ones for the pool of ``group``."""
+        return cls(
+            records=allocate_records(num_slots=group.num_slots, device=group.device),
+            slots=SlotTable.allocate(
+                num_slots=group.num_slots,
+                device=group.device,
+                tracks_allocation=group.tracks_allocation,
+            ),
+        )
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """The engine copied the K/V of slots ``source`` to ``destination`` (int64 [n], distinct)."""
+        for tensor in (
+            self.records,
+            self.slots.state,
+            self.slots.owner_uid,
+            self.slots.writer_uid,
+            self.slots.writer_step,
+        ):
+            tensor[destination] = tensor[source]
+
+    def forget(self, slots: torch.Tensor | slice) -> None:
+        """The K/V of ``slots`` (int64 [n], or a slice) is gone: nobody has written them."""
+        self.slots.state[slots] = int(
+            SlotState.FREE if self.slots.tracks_allocation else SlotState.ALLOCATED
+        )
+        self.slots.owner_uid[slots] = -1
+        self.slots.writer_uid[slots] = -1
+        self.slots.writer_step[slots] = -1
+
+
 class GroupGuard:
     """Records, slot states, counters and launch contexts of one group."""
 
@@ -55,6 +96,7 @@ class GroupGuard:
         group: KVCacheGroup,
         index: int,
         sink: ViolationSink,
+        slot_records: SlotRecords,
         max_requests: int,
         verify_mode: RealKvHashMode,
         seal_mode: RealKvHashMode,
@@ -62,10 +104,9 @@ class GroupGuard:
         device = group.device
         self.group = group
         self.index = index
-        self.records = allocate_records(num_slots=group.num_slots, device=device)
-        self.slots = SlotTable.allocate(
-            num_slots=group.num_slots, device=device, tracks_allocation=group.tracks_allocation
-        )
+        self.slot_records = slot_records
+        self.records = slot_records.records
+        self.slots = slot_records.slots
         self.write_plan = WritePlan.allocate(write_req_capacity=max_requests, device=device)
         self.chain_position_assert = torch.ones(1, dtype=torch.int32, device=device)
         self._sink = sink

@@ -18,7 +18,7 @@ import torch
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.forward import ForwardKind, ForwardResult, ForwardStep
-from kvcanary_plugin.guard import GroupGuard, ViolationSink
+from kvcanary_plugin.guard import GroupGuard, SlotRecords, ViolationSink
 from kvcanary_plugin.identity import PrefixHasher
 from kvcanary_plugin.kernels import (
     LaunchTag,
@@ -75,11 +75,14 @@ class CanaryMonitor:
                 group=group,
                 index=index,
                 sink=self.sink,
+                slot_records=slot_records,
                 max_requests=max_requests,
                 verify_mode=RealKvHashMode[config.verify.real_kv.upper()],
                 seal_mode=RealKvHashMode[config.seal.real_kv.upper()],
             )
-            for index, group in enumerate(groups)
+            for index, (group, slot_records) in enumerate(
+                zip(groups, _slot_records(groups), strict=True)
+            )
         )
         self.history = self._make_history(groups[0]) if self._needs_history(config) else None
         self.blind_because: str | None = None
@@ -123,6 +126,29 @@ class CanaryMonitor:
             return
         with self.guard_errors("oracle"):
             self.history.record_sampled(request_rows, positions, tokens)
+
+    def copy_slots(self, index: int, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """The engine has copied K/V (int64 [n] slots each): the records go with it.
+
+        Like the two below once per pool, by the index of one of its groups, before the forward
+        that reads what was changed.
+        """
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"):
+                self.guards[index].slot_records.copy(source, destination)
+
+    def forget_slots(self, index: int, slots: torch.Tensor) -> None:
+        """The engine has cleared the K/V of ``slots`` (int64 [n]): nobody has written them."""
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"):
+                self.guards[index].slot_records.forget(slots)
+
+    def forget_everything(self) -> None:
+        """The engine has dropped all K/V (after its warm-up, or when it wakes up)."""
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"):
+                for guard in self.guards:
+                    guard.slot_records.forget(slice(None))
 
     def reconfigure(self, config: CanaryConfig) -> None:
         """Take over settings that may change while the engine serves."""
@@ -221,21 +247,28 @@ class CanaryMonitor:
         admitted = [request for request in step.host_tokens if request.prefix_len > 0]
         if not admitted:
             return None
-        pair = torch.zeros((2, step.batch_size), dtype=torch.int64)
+        size, device = step.batch_size, step.request_rows.device
+        # Hashes (int64) and flags (int32) in one buffer, so that one copy brings both over.
+        staging = torch.zeros(
+            size + (size + 1) // 2, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        hashes, valid = staging[:size], staging[size:].view(torch.int32)
         for request in admitted:
-            pair[0, request.batch_row] = self._prefix_hasher.prefix_hash(
+            hashes[request.batch_row] = self._prefix_hasher.prefix_hash(
                 request_uid=request.request_uid,
                 tokens=request.tokens,
                 prefix_len=request.prefix_len,
                 key=request.identity_key,
             )
-            pair[1, request.batch_row] = 1
-        on_device = pair.to(step.request_rows.device, non_blocking=True)
-        return on_device[0], on_device[1]
+            valid[request.batch_row] = 1
+        on_device = staging.to(device, non_blocking=True)
+        return on_device[:size], on_device[size:].view(torch.int32)[:size]
 
     def _expected_inputs(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.history is None:
             return None
+        if step.moved_rows is not None:
+            self.history.move_rows(*step.moved_rows)
         self.history.record_prompt(step.host_tokens)
         if not self._config.write_input_assert:
             return None
@@ -271,3 +304,21 @@ class CanaryMonitor:
                 self._on_error(where, error)
             if self._config.mode == "raise":
                 raise
+
+
+def _slot_records(groups: Sequence[KVCacheGroup]) -> list[SlotRecords]:
+    """Records for each group, the same object for groups of one pool."""
+    of_pool: dict[str, SlotRecords] = {}
+    result = []
+    for group in groups:
+        shared = of_pool.get(group.pool) if group.pool is not None else None
+        records = shared if shared is not None else SlotRecords.allocate(group)
+        if records.records.shape[0] != group.num_slots:
+            raise ValueError(
+                f"kvcanary: group {group.name!r}: num_slots must be that of the other groups of "
+                f"pool {group.pool!r}, {records.records.shape[0]}; got {group.num_slots}"
+            )
+        if group.pool is not None:
+            of_pool[group.pool] = records
+        result.append(records)
+    return result

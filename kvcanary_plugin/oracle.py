@@ -35,6 +35,20 @@ class TokenHistory:
         """int32 [rows, width]; entry [row, position]."""
         return self._tokens
 
+    def move_rows(self, old_rows: Int64Array, new_rows: Int64Array) -> None:
+        """Follow requests whose row in the page table is another one now."""
+        device = self._tokens.device
+        source = torch.from_numpy(old_rows).to(device, non_blocking=True)
+        destination = torch.from_numpy(new_rows).to(device, non_blocking=True)
+        self._tokens[destination] = self._tokens[source]
+        moved = [
+            (int(new), self._uid_of_row.get(int(old)), self._stored_len.get(int(old)))
+            for old, new in zip(old_rows, new_rows, strict=True)
+        ]
+        for row, uid, stored_len in moved:
+            self._uid_of_row[row] = uid if uid is not None else NOT_KNOWN
+            self._stored_len[row] = stored_len or 0
+
     def record_prompt(self, requests: Iterable[HostTokens]) -> None:
         """Store the tokens of requests that compute prompt tokens in the coming forward."""
         for request in requests:

@@ -198,7 +198,7 @@ class BatchTranslator:
             uid = self._next_uid
             self._next_uid += 1
             setattr(request, _UID, uid)
-        self._names.register(uid, request.rid)
+        self._names.remember(uid, request.rid)
         return int(uid)
 
     def _host_tokens(

@@ -79,11 +79,10 @@ def _mla(model_runner: Any, pool: Any) -> GuardedPools:
 def _swa(model_runner: Any, pool: Any) -> GuardedPools:
     parts = (pool.full_kv_pool, pool.swa_kv_pool)
     for part in parts:
-        problem = _ADAPTERS.get(type(part).__name__) is not _mha and (
-            f"sub-pool class {type(part).__name__} has no adapter inside SWAKVPool"
-        )
-        problem = problem or _token_layout_problem(part)
-        if problem:
+        problem = _token_layout_problem(part)
+        if _ADAPTERS.get(type(part).__name__) is not _mha:
+            problem = f"sub-pool class {type(part).__name__} has no adapter inside SWAKVPool"
+        if problem is not None:
             return GuardedPools(
                 (), (UnsupportedGroup("full", problem), UnsupportedGroup("swa", problem))
             )
