@@ -120,7 +120,12 @@ PRESETS: Final[Mapping[str, ServerSpec]] = MappingProxyType(
         "llama": ServerSpec(model="tiny-llama"),
         "no-overlap": ServerSpec(model="tiny-llama", flags=("--disable-overlap-schedule",)),
         "page16": ServerSpec(model="tiny-llama", flags=("--page-size", "16")),
-        "dp2": ServerSpec(model="tiny-llama", flags=("--dp-size", "2")),
+        "dp2": ServerSpec(
+            model="tiny-llama",
+            flags=("--dp-size", "2"),
+            # On a machine with one NUMA node SGLang wants to be told a core for each rank.
+            env=(("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
+        ),
         "swa": ServerSpec(model="tiny-swa"),
         "gemma2": ServerSpec(model="tiny-gemma2"),
         "qwen2": ServerSpec(model="tiny-qwen2"),

@@ -47,7 +47,7 @@ def test_mixed_traffic_is_served_with_prefix_hits_and_aborts_and_without_failure
     result = run_traffic(server.url, TrafficSpec(conversations=40, seed=1, abort_share=0.2))
 
     assert result.failures == ()
-    assert result.requests > 40
+    assert result.requests >= 40
     assert result.aborted >= 4
     assert result.cached_tokens > 0
     assert result.tokens == sum(len(output) for output in result.outputs.values())
