@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import example, given
@@ -102,6 +103,28 @@ def test_row_that_is_being_overwritten_waits_for_the_next_read() -> None:
     assert batch.dropped == 0
 
 
+def test_row_that_changes_right_after_its_copy_waits_for_the_next_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its fields may have been copied after its sequence, so they prove nothing."""
+    model = Model(4)
+    reader = RingReader(model.ring)
+    model.write(4)
+
+    class RowOneMoves:
+        def copy(self) -> npt.NDArray[np.int64]:
+            return model.ring[:, SEQUENCE].numpy().copy()
+
+        def __getitem__(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+            return np.where(rows == 1, 0, rows + 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_sequences", RowOneMoves())
+        assert reader.read().rows[:, 0].tolist() == [0, 2, 3]
+    batch = reader.read()
+    assert (batch.rows[:, 0].tolist(), batch.dropped) == ([1], 0)
+
+
 def test_rows_behind_one_that_never_completes_are_still_read() -> None:
     """A CUDA context that dies inside a row must not hide the others."""
     model = Model(8)
@@ -151,6 +174,7 @@ def test_tensor_that_is_no_ring_is_refused(ring: torch.Tensor, message: str) -> 
 _WRITER = """
 import sys, time
 import numpy as np
+import numpy.typing as npt
 path, capacity, total, batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 ring = np.memmap(path, dtype=np.int64, mode="r+", shape=(capacity, 16))
 print("ready", flush=True)
