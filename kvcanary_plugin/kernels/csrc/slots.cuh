@@ -1,0 +1,59 @@
+// Records and slot table, as the kernels read them.
+#pragma once
+
+#include "device.cuh"
+
+namespace kvcanary {
+
+// The record at `slot`, which must be inside the pool; two 16-byte loads.
+__device__ __forceinline__ Record load_record(const LaunchContext& launch, int64_t slot) {
+  const WordPair* address =
+      reinterpret_cast<const WordPair*>(launch.records + slot * launch.record_stride);
+  const WordPair token_position = load_pair(address);
+  const WordPair hashes = load_pair(address + 1);
+  return Record{static_cast<int64_t>(token_position.low), static_cast<int64_t>(token_position.high),
+                hashes.low, hashes.high};
+}
+
+// The running hash behind a record: what its successor stores.
+__device__ __forceinline__ uint64_t chain_behind(const Record& record) {
+  return splitmix64_mix3(record.prev_hash, static_cast<uint64_t>(record.token),
+                         static_cast<uint64_t>(record.position));
+}
+
+__device__ __forceinline__ bool is_in_pool(const LaunchContext& launch, int64_t slot) {
+  return slot >= 0 && slot < launch.num_slots;
+}
+
+__device__ __forceinline__ bool has_slot_table(const LaunchContext& launch) {
+  return launch.slot_state != 0;
+}
+
+__device__ __forceinline__ int32_t* state_of(const LaunchContext& launch, int64_t slot) {
+  return reinterpret_cast<int32_t*>(launch.slot_state) + slot;
+}
+
+__device__ __forceinline__ int64_t* owner_uid_of(const LaunchContext& launch, int64_t slot) {
+  return reinterpret_cast<int64_t*>(launch.owner_uid) + slot;
+}
+
+__device__ __forceinline__ int64_t* writer_step_of(const LaunchContext& launch, int64_t slot) {
+  return reinterpret_cast<int64_t*>(launch.writer_step) + slot;
+}
+
+__device__ __forceinline__ int64_t* writer_uid_of(const LaunchContext& launch, int64_t slot) {
+  return reinterpret_cast<int64_t*>(launch.writer_uid) + slot;
+}
+
+// Whether the record's real-KV hash speaks of the bytes that the slot should hold now.
+__device__ __forceinline__ bool is_sealed(int32_t state) {
+  return (state & kStateMask) == kSealed || (state & kStateMask) == kExternal;
+}
+
+// Whether `slot`, inside the pool, is written in this forward.
+__device__ __forceinline__ bool is_in_flight(const LaunchContext& launch, int64_t slot,
+                                             int64_t step) {
+  return has_slot_table(launch) && step != kUnknown && *writer_step_of(launch, slot) == step;
+}
+
+}  // namespace kvcanary
