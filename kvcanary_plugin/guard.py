@@ -67,7 +67,7 @@ class SlotRecords:
         )
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """The engine copied the K/V of slots ``source`` to ``destination`` (int64 [n], distinct)."""
+        """The engine copied K/V from slots ``source`` to ``destination`` (int64 [n], distinct)."""
         for tensor in (
             self.records,
             self.slots.state,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from kvcanary_plugin.config import CHECK_NAMES, CanaryConfig
 from kvcanary_plugin.config.model import Mode
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
+from kvcanary_plugin.series_file import DIRECTORY_VARIABLE, SeriesCollector, SeriesFile
 from kvcanary_plugin.violations import PHASES
 
 if TYPE_CHECKING:
@@ -195,7 +196,8 @@ class CanaryMetrics:
         version: version of the plugin.
         backend: kernels in use (cuda, cpu, torch).
         registry: where to register; None takes the default one, or, in multiprocess mode, one of
-            its own (the values travel through files there).
+            its own (the values travel through files there). None where the engine's /metrics is
+            served by another process (``series_file``): no registry, the values go to a file.
     """
 
     def __init__(
@@ -209,16 +211,6 @@ class CanaryMetrics:
         backend: str = "",
         registry: CollectorRegistry | None = None,
     ) -> None:
-        import prometheus_client
-
-        self._multiprocess = _values_travel_through_files()
-        if registry is None:
-            registry = (
-                prometheus_client.CollectorRegistry()
-                if self._multiprocess
-                else prometheus_client.REGISTRY
-            )
-        self._registry = registry
         self._groups = tuple(groups)
         self._constant = {
             **(extra_labels or {}),
@@ -227,12 +219,21 @@ class CanaryMetrics:
             "pp_rank": str(ranks.pp_rank),
             "dp_rank": str(ranks.dp_rank),
         }
-        self._families = _families(registry, tuple(self._constant))
-        self._children: dict[tuple[str, ...], Any] = {}
         self._server: Any = None
-        self._create_series(version, backend)
+        self._multiprocess = False
+        self._registry = registry
+        self._series_file: SeriesFile | None = None
+        all_series = self._all_series(version, backend)
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        self._children: dict[tuple[str, ...], Any] = (
+            self._in_file(directory, all_series)
+            if registry is None and directory is not None
+            else self._in_registry(all_series)
+        )
+        self._child(BUILD_INFO, version, backend).set(1)
 
-    def _create_series(self, version: str, backend: str) -> None:
+    def _all_series(self, version: str, backend: str) -> list[tuple[Metric, tuple[str, ...]]]:
+        """Every metric with every combination of its own labels."""
         values = {
             "check": CHECK_NAMES,
             "group": self._groups,
@@ -245,23 +246,46 @@ class CanaryMetrics:
             "version": (version,),
             "backend": (backend,),
         }
-        for metric in METRICS:
-            own = (
-                values | {"result": ("ok", "refused")} if metric.name == CONFIG_RELOADS else values
+        reloads = values | {"result": ("ok", "refused")}
+        return [
+            (metric, labels)
+            for metric in METRICS
+            for own in (reloads if metric.name == CONFIG_RELOADS else values,)
+            for labels in product(*(own[label] for label in metric.labels))
+        ]
+
+    def _labels(self, metric: Metric, labels: tuple[str, ...]) -> dict[str, str]:
+        return self._constant | dict(zip(metric.labels, labels, strict=True))
+
+    def _in_file(
+        self, directory: str, all_series: list[tuple[Metric, tuple[str, ...]]]
+    ) -> dict[tuple[str, ...], Any]:
+        series = [(metric.name, self._labels(metric, labels)) for metric, labels in all_series]
+        self._series_file = SeriesFile(directory, series)
+        keys = [(metric.name, *labels) for metric, labels in all_series]
+        return dict(zip(keys, self._series_file.values, strict=True))
+
+    def _in_registry(
+        self, all_series: list[tuple[Metric, tuple[str, ...]]]
+    ) -> dict[tuple[str, ...], Any]:
+        import prometheus_client
+
+        self._multiprocess = _values_travel_through_files()
+        if self._registry is None:
+            self._registry = (
+                prometheus_client.CollectorRegistry()
+                if self._multiprocess
+                else prometheus_client.REGISTRY
             )
-            for labels in product(*(own[label] for label in metric.labels)):
-                self._child(metric.name, *labels)
-        self._child(BUILD_INFO, version, backend).set(1)
+        families = _families(self._registry, tuple(self._constant))
+        return {
+            (metric.name, *labels): families[metric.name].labels(**self._labels(metric, labels))
+            for metric, labels in all_series
+        }
 
     def _child(self, name: str, *labels: str) -> Any:
         """The series of metric ``name`` with ``labels`` in the order of the table."""
-        key = (name, *labels)
-        child = self._children.get(key)
-        if child is None:
-            metric, family = self._families[name]
-            own = dict(zip(metric.labels, labels, strict=True))
-            child = self._children[key] = family.labels(**self._constant, **own)
-        return child
+        return self._children[name, *labels]
 
     def violations(self, check: str, group: str, phase: str, count: int = 1) -> None:
         """Counts violations."""
@@ -342,6 +366,11 @@ class CanaryMetrics:
         if self._multiprocess:
             registry = prometheus_client.CollectorRegistry()
             multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        elif self._series_file is not None:
+            path = self._series_file.path
+            registry = prometheus_client.CollectorRegistry()
+            registry.register(SeriesCollector(path.parent, METRICS, path.name))
+        assert registry is not None
         try:
             self._server, _ = prometheus_client.start_http_server(
                 own_port, addr=address, registry=registry
@@ -376,15 +405,11 @@ def _values_travel_through_files() -> bool:
     return active
 
 
-_FAMILIES_OF: weakref.WeakKeyDictionary[Any, dict[str, tuple[Metric, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_FAMILIES_OF: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _FAMILIES_LOCK = threading.Lock()
 
 
-def _families(
-    registry: CollectorRegistry, constant_labels: tuple[str, ...]
-) -> dict[str, tuple[Metric, Any]]:
+def _families(registry: CollectorRegistry, constant_labels: tuple[str, ...]) -> dict[str, Any]:
     """The metrics on ``registry``, registered at the first call for it."""
     import prometheus_client
 
@@ -405,6 +430,6 @@ def _families(
                         multiprocess_mode="mostrecent",
                     )
                 )
-                families[metric.name] = (metric, family)
+                families[metric.name] = family
             _FAMILIES_OF[registry] = families
         return families

@@ -1,0 +1,310 @@
+"""What memory is guarded: vLLM's KV cache groups, and the strips of K/V that a slot owns in each.
+
+Slot ``s`` of a group is block ``s // block_size``, token ``s % block_size``. All groups hand out
+blocks of one allocation, each block to one group at a time, so that their records are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.canary import UnguardedGroup
+from kvcanary_plugin.kernels import RealKvSource
+
+# Row 0 of a block table is a request like any other; a batch has no padding rows.
+_NO_PADDING_ROW = -1
+
+
+class UnsupportedLayout(ValueError):
+    """K/V that lies in memory in a way that no source describes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """The page table of one KV cache group as a model runner keeps it.
+
+    Fields:
+        table: int32 [rows, blocks], persistent.
+        page_size: slots per entry; smaller than the group's block size where kernels want that.
+    """
+
+    table: torch.Tensor
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardedCaches:
+    """The groups of one model runner, guarded and not.
+
+    Fields:
+        groups: what is guarded.
+        group_ids: vLLM's number of each guarded group.
+        block_sizes: slots of each guarded group's blocks, as the scheduler counts them.
+        unguarded: what is not, and why.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    group_ids: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    unguarded: tuple[UnguardedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    window: Callable[[Any], int]
+
+
+def _no_window(_spec: Any) -> int:
+    return 0
+
+
+def _earlier_tokens_seen(spec: Any) -> int:
+    return int(spec.sliding_window) - 1  # the window counts the token itself
+
+
+# By the name of vLLM's spec class. What is not in here has rules of its own for which blocks a
+# request keeps, or no slots at all.
+_KINDS = {
+    "FullAttentionSpec": _Kind("full", _no_window),
+    "MLAAttentionSpec": _Kind("mla", _no_window),
+    "SlidingWindowSpec": _Kind("swa", _earlier_tokens_seen),
+    "SlidingWindowMLASpec": _Kind("swa_mla", _earlier_tokens_seen),
+}
+_REASONS = {
+    "MambaSpec": "a recurrent state has no slots",
+    "CrossAttentionSpec": "slots of encoder tokens hold no token of the request",
+    "EncoderOnlyAttentionSpec": "nothing is cached",
+}
+
+
+def guarded_caches(
+    *,
+    groups: Sequence[Any],
+    num_blocks: int,
+    tables: Sequence[BlockTable],
+    layers: Mapping[str, Any],
+    is_target_layer: Callable[[Any], bool],
+) -> GuardedCaches:
+    """Translate vLLM's groups.
+
+    Args:
+        groups: ``kv_cache_config.kv_cache_groups``.
+        num_blocks: blocks of the allocation.
+        tables: block table of each group (encoder-only groups at the end have none).
+        layers: attention layer by name (``static_forward_context``).
+        is_target_layer: whether a layer belongs to the model whose forwards are hooked, and not to
+            a draft model, which writes its K/V at another time.
+    """
+    guarded: list[KVCacheGroup] = []
+    group_ids: list[int] = []
+    block_sizes: list[int] = []
+    unguarded: list[UnguardedGroup] = []
+    names = _Names()
+    for group_id, group in enumerate(groups):
+        specs = _layer_specs(group)
+        kinds = {type(spec).__name__ for spec in specs.values()}
+        name = names.unique(_name_of(kinds))
+        window = _common_window(specs.values())
+        if window is None:
+            unguarded.append(UnguardedGroup(name, _reason(kinds)))
+            continue
+        target = [layer for layer in group.layer_names if is_target_layer(layers[layer])]
+        if len(target) < len(group.layer_names):
+            unguarded.append(
+                UnguardedGroup(
+                    names.unique("draft"), f"layers of a draft model in group {name} are left out"
+                )
+            )
+        if not target:
+            continue
+        sources: tuple[RealKvSource, ...] = ()
+        try:
+            sources = _distinct(
+                source for layer in target for source in layer_sources(layers[layer])
+            )
+            _check_coverage(sources, slots=num_blocks * group.kv_cache_spec.block_size)
+        except UnsupportedLayout as problem:
+            sources = ()
+            unguarded.append(
+                UnguardedGroup(
+                    names.unique(f"{name}_bytes"),
+                    f"{problem}; its tokens and positions are guarded, its bytes are not",
+                )
+            )
+        block_size = int(group.kv_cache_spec.block_size)
+        guarded.append(
+            KVCacheGroup(
+                name=name,
+                num_slots=num_blocks * block_size,
+                page_table=tables[group_id].table,
+                page_size=tables[group_id].page_size,
+                padding_row=_NO_PADDING_ROW,
+                sources=sources,
+                swa_window_size=window,
+                # Groups with blocks of different sizes number the same memory differently.
+                pool=f"blocks of {block_size}",
+            )
+        )
+        group_ids.append(group_id)
+        block_sizes.append(block_size)
+    return GuardedCaches(
+        groups=tuple(guarded),
+        group_ids=tuple(group_ids),
+        block_sizes=tuple(block_sizes),
+        unguarded=tuple(unguarded),
+    )
+
+
+class _Names:
+    """Group names, numbered from the second of a kind on: swa, swa_2, swa_3."""
+
+    def __init__(self) -> None:
+        self._count: dict[str, int] = {}
+
+    def unique(self, name: str) -> str:
+        self._count[name] = self._count.get(name, 0) + 1
+        return name if self._count[name] == 1 else f"{name}_{self._count[name]}"
+
+
+def _layer_specs(group: Any) -> dict[str, Any]:
+    """Spec of each layer; a group may hold layers of one type and different sizes."""
+    spec = group.kv_cache_spec
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return dict(per_layer) if per_layer else dict.fromkeys(group.layer_names, spec)
+
+
+def _name_of(kinds: set[str]) -> str:
+    if len(kinds) == 1:
+        (kind,) = kinds
+        known = _KINDS.get(kind)
+        return known.name if known is not None else kind.removesuffix("Spec").lower()
+    return "mixed"
+
+
+def _common_window(specs: Iterator[Any] | Any) -> int | None:
+    """Earlier tokens that a token sees in every layer (0: all); None if this group has no such."""
+    windows = set()
+    for spec in specs:
+        kind = _KINDS.get(type(spec).__name__)
+        if kind is None:
+            return None
+        windows.add(kind.window(spec))
+    # Layers that see more than others keep their blocks for all: a group of both keeps everything.
+    return 0 if 0 in windows else min(windows)
+
+
+def _reason(kinds: set[str]) -> str:
+    known = ", ".join(sorted(_KINDS))
+    return "; ".join(
+        _REASONS.get(kind, f"{kind} has no adapter (there are: {known})")
+        for kind in sorted(kinds - set(_KINDS))
+    )
+
+
+def _distinct(sources: Iterator[RealKvSource]) -> tuple[RealKvSource, ...]:
+    """Layers that share their K/V count once."""
+    return tuple({source.tensor.data_ptr(): source for source in sources}.values())
+
+
+def _check_coverage(sources: Sequence[RealKvSource], *, slots: int) -> None:
+    for source in sources:
+        covered = source.tensor.shape[0] * source.page_size
+        if covered < slots:
+            raise UnsupportedLayout(f"a layer holds {covered} slots and the group has {slots}")
+
+
+# ---- the strips of a layer -----------------------------------------------------------------------
+
+
+def layer_sources(layer: Any) -> Iterator[RealKvSource]:
+    """Every strip of K/V that a slot owns in one attention layer.
+
+    Raises:
+        UnsupportedLayout: when some do not lie in equal steps from slot to slot.
+    """
+    cache = layer.kv_cache
+    if isinstance(cache, (list, tuple)) and len(cache) == 1:  # one per virtual engine, once
+        (cache,) = cache
+    if not isinstance(cache, torch.Tensor):
+        raise UnsupportedLayout(f"K/V of type {type(cache).__name__} has no adapter")
+    isa = getattr(layer, "isa", None)
+    if cache.device.type == "cpu" and isa is not None:
+        yield from _packed_sources(cache, str(isa))
+        return
+    for part in _halves(cache):
+        yield from _strided_sources(part)
+
+
+def _halves(cache: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The cache as [blocks, heads, tokens, bytes of a token] views."""
+    if cache.ndim == 3:  # latent: [blocks, tokens, size]
+        yield cache.unsqueeze(1)
+    elif cache.ndim == 4:  # [blocks, heads, tokens, K and V]
+        yield cache
+    elif cache.ndim == 5 and cache.shape[0] == 2:  # [K and V, blocks, tokens, heads, size]
+        yield cache[0].transpose(1, 2)
+        yield cache[1].transpose(1, 2)
+    elif cache.ndim == 5 and cache.shape[1] == 2:  # [blocks, K and V, tokens, heads, size]
+        yield cache[:, 0].transpose(1, 2)
+        yield cache[:, 1].transpose(1, 2)
+    else:
+        raise UnsupportedLayout(f"K/V of shape {list(cache.shape)} has no adapter")
+
+
+def _strided_sources(part: torch.Tensor) -> Iterator[RealKvSource]:
+    """Strips of a view [blocks, heads, tokens, size], whatever the order in memory."""
+    _, heads, tokens, size = part.shape
+    _, head_stride, token_stride, inner_stride = part.stride()
+    if size > 1 and inner_stride != 1:
+        raise UnsupportedLayout(f"K/V with strides {list(part.stride())} has no adapter")
+    if heads == 1 or (head_stride == size and token_stride == heads * size):
+        # All heads of a token stand side by side.
+        if tokens > 1 and token_stride != heads * size:
+            raise UnsupportedLayout(f"K/V with strides {list(part.stride())} has no adapter")
+        yield _strip(part, offset=0, page_size=tokens, elements=heads * size)
+    elif token_stride == size:
+        for head in range(heads):
+            yield _strip(part, offset=head * head_stride, page_size=tokens, elements=size)
+    else:
+        raise UnsupportedLayout(f"K/V with strides {list(part.stride())} has no adapter")
+
+
+def _packed_sources(cache: torch.Tensor, isa: str) -> Iterator[RealKvSource]:
+    """Strips of the CPU backend's layout, which packs K for its matrix kernels.
+
+    A head of a block is one run of 2 * tokens * size elements: K transposed, [size, tokens], then
+    V, [tokens, size]. The K of a token thus lies in ``size`` places of one element, each a strip of
+    its own. AMX tiles interleave tokens in pairs, K and V alike, which is no equal step at all.
+    """
+    if isa not in ("vec", "vec16"):
+        raise UnsupportedLayout(f"K/V packed for {isa!r} on a CPU has no adapter")
+    _, heads, tokens, both = cache.shape
+    _, head_stride, token_stride, inner_stride = cache.stride()
+    size = both // 2
+    if inner_stride != 1 or token_stride != both:
+        raise UnsupportedLayout(f"packed K/V with strides {list(cache.stride())} has no adapter")
+    for head in range(heads):
+        start = head * head_stride
+        for element in range(size):
+            offset = start + element * tokens
+            yield _strip(cache, offset=offset, page_size=tokens, elements=1)
+        yield _strip(cache, offset=start + size * tokens, page_size=tokens, elements=size)
+
+
+def _strip(cache: torch.Tensor, *, offset: int, page_size: int, elements: int) -> RealKvSource:
+    """A source over ``page_size * elements`` elements of each block, from ``offset`` on."""
+    view = cache.as_strided(
+        (cache.shape[0], page_size * elements),
+        (cache.stride(0), 1),
+        cache.storage_offset() + offset,
+    )
+    num_bytes = elements * cache.element_size()
+    return RealKvSource(
+        tensor=view, page_size=page_size, num_bytes_per_token=num_bytes, read_bytes=num_bytes
+    )

@@ -1,0 +1,26 @@
+"""Entry point ``vllm.general_plugins``: called in every process of a vLLM server.
+
+vLLM calls it before it parses its command line, in engine cores and in workers; a forked process
+inherits what its parent has patched and is not called again. It is also the way to give
+``vllm.LLM`` its ``kvcanary_config=``: call ``register()`` before you construct one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from kvcanary_plugin.hooks.vllm import flag
+from kvcanary_plugin.series_file import DIRECTORY_VARIABLE
+
+
+@functools.cache
+def register() -> None:
+    """Patch the argument classes and the worker wrapper; calling it again is harmless."""
+    from kvcanary_plugin.hooks.vllm import attach
+
+    flag.extend_engine_arguments()
+    attach.extend_scheduler_output()
+    attach.extend_worker()
+    if DIRECTORY_VARIABLE in os.environ:  # a second API server: the engine is configured already
+        flag.show_workers_metrics()

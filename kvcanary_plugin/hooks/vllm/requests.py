@@ -1,0 +1,164 @@
+"""Who stands in a batch: uids and identity keys by request id, and who moved to another row.
+
+Both model runners hand over the request ids of a batch in the order of its rows. As long as nobody
+comes, goes or moves, everything here is reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcanary_plugin.forward import Int64Array
+from kvcanary_plugin.identity import identity_key
+from kvcanary_plugin.violations import RequestNames
+
+# Attribute under which the scheduler's side passes on what vLLM does not send to its workers.
+CACHE_SALT = "_kvcanary_cache_salt"
+_UNKNOWN_UID = -1
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRequest:
+    """What stays with a request from its admission on.
+
+    Fields:
+        uid: unique per admission; an id that a client uses again is another request.
+        key: identity key, 0 for none.
+        tokens: int64 tokens it was admitted with, where the runner keeps none on the host.
+    """
+
+    uid: int
+    key: int
+    tokens: Int64Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The requests of a batch in the order of its rows.
+
+    Fields:
+        request_ids: as the runner names them.
+        uids: int64 [bs] on the device.
+        keys: int64 [bs] on the device, None when no request has one.
+        rows: int64 [bs] on the device: 0, 1, ... A batch is the first rows of its block table.
+        requests: what is known of each; None for a request from before the canary.
+    """
+
+    request_ids: list[str]
+    uids: torch.Tensor
+    keys: torch.Tensor | None
+    rows: torch.Tensor
+    requests: list[KnownRequest | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchChange:
+    """How a batch differs from the one before.
+
+    Fields:
+        entered: rows of the requests that did not stand in the batch before.
+        moved: (old rows, new rows) of those that stand in another row now, or None.
+    """
+
+    entered: Sequence[int]
+    moved: tuple[Int64Array, Int64Array] | None
+
+
+UNCHANGED = BatchChange(entered=(), moved=None)
+
+
+class RequestBook:
+    """Knows the running requests of one model runner by their ids."""
+
+    def __init__(
+        self, *, names: RequestNames, device: torch.device, max_requests: int, keeps_tokens: bool
+    ) -> None:
+        """
+        Args:
+            names: learns the request id behind each uid.
+            device: where the batch's tensors go.
+            max_requests: rows of a batch.
+            keeps_tokens: whether to keep the tokens that a request is admitted with.
+        """
+        self._names = names
+        self._device = device
+        self._keeps_tokens = keeps_tokens
+        self._known: dict[str, KnownRequest] = {}
+        self._next_uid = 1
+        self._all_rows = torch.arange(max_requests, dtype=torch.int64, device=device)
+        self._batch: Batch | None = None
+        self._somebody_new = False
+
+    def scheduled(self, scheduler_output: Any) -> None:
+        """Take in what the scheduler says with a step: who is gone, who is new."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._known.pop(request_id, None)
+        for admitted in scheduler_output.scheduled_new_reqs:
+            self._admit(admitted)
+
+    def batch_of(self, request_ids: Sequence[str]) -> tuple[Batch, BatchChange]:
+        """The batch with these requests in its rows, and what is new about it."""
+        before = self._batch
+        if before is not None and not self._somebody_new and before.request_ids == request_ids:
+            return before, UNCHANGED
+        batch = self._make(list(request_ids))
+        change = _change(before, batch)
+        self._batch, self._somebody_new = batch, False
+        return batch, change
+
+    def _admit(self, admitted: Any) -> None:
+        lora = getattr(admitted, "lora_request", None)
+        tokens = getattr(admitted, "prefill_token_ids", None) if self._keeps_tokens else None
+        request = KnownRequest(
+            uid=self._next_uid,
+            key=identity_key(
+                lora_id=lora.lora_name if lora is not None else None,
+                cache_salt=getattr(admitted, CACHE_SALT, None),
+            ),
+            tokens=np.asarray(tokens, dtype=np.int64) if tokens is not None else None,
+        )
+        self._next_uid += 1
+        self._known[admitted.req_id] = request
+        self._names.remember(request.uid, admitted.req_id)
+        self._somebody_new = True
+
+    def _make(self, request_ids: list[str]) -> Batch:
+        size = len(request_ids)
+        requests = [self._known.get(request_id) for request_id in request_ids]
+        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        uids_and_keys = host.numpy()
+        for row, request in enumerate(requests):
+            uids_and_keys[0, row] = request.uid if request is not None else _UNKNOWN_UID
+            uids_and_keys[1, row] = request.key if request is not None else 0
+        on_device = host.to(self._device, non_blocking=True)
+        return Batch(
+            request_ids=request_ids,
+            uids=on_device[0],
+            keys=on_device[1] if uids_and_keys[1].any() else None,
+            rows=self._all_rows[:size],
+            requests=requests,
+        )
+
+
+def _change(before: Batch | None, batch: Batch) -> BatchChange:
+    """Rows that are new in ``batch``, and rows whose request stood elsewhere in ``before``."""
+    old_row_of = (
+        {request.uid: row for row, request in enumerate(before.requests) if request is not None}
+        if before is not None
+        else {}
+    )
+    entered, old_rows, new_rows = [], [], []
+    for row, request in enumerate(batch.requests):
+        old_row = old_row_of.get(request.uid) if request is not None else None
+        if old_row is None:
+            entered.append(row)
+        elif old_row != row:
+            old_rows.append(old_row)
+            new_rows.append(row)
+    moved = (np.array(old_rows, dtype=np.int64), np.array(new_rows, dtype=np.int64))
+    return BatchChange(entered=entered, moved=moved if old_rows else None)

@@ -1,0 +1,143 @@
+"""Translate the V1 model runner's batches into :class:`ForwardStep`.
+
+The runner keeps its batch in persistent buffers; a request stands in the same row of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
+from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
+from kvcanary_plugin.hooks.vllm.requests import Batch, BatchChange, RequestBook
+
+
+def block_tables(runner: Any) -> list[BlockTable]:
+    """The block table of each KV cache group."""
+    return [
+        BlockTable(table=table.block_table.gpu, page_size=int(table.block_size))
+        for table in runner.input_batch.block_table.block_tables
+    ]
+
+
+class V1Translator:
+    """Turns the batches of one V1 runner into steps."""
+
+    def __init__(self, *, runner: Any, caches: GuardedCaches, book: RequestBook) -> None:
+        self._runner = runner
+        self._book = book
+        self._slot_mappings = [
+            runner.input_batch.block_table[group_id].slot_mapping.gpu
+            for group_id in caches.group_ids
+        ]
+        self._extend_lens = torch.empty(
+            runner.max_num_reqs, dtype=torch.int32, device=caches.groups[0].device
+        )
+        self._extend_lens_of_decode = torch.ones_like(self._extend_lens)
+        self._step = 0
+
+    def translate(self, scheduler_output: Any) -> ForwardStep:
+        """The step that the runner's buffers hold now. No device synchronisation."""
+        runner, inputs = self._runner, self._runner.input_batch
+        self._step += 1
+        requests = inputs.num_reqs
+        tokens = scheduler_output.total_num_scheduled_tokens
+        batch, change = self._book.batch_of(inputs.req_ids)
+        computed = inputs.num_computed_tokens_cpu[:requests]
+        kind, host_extend = ForwardKind.DECODE, None
+        prompts: tuple[HostTokens, ...] = ()
+        if tokens == requests and not change.entered:
+            extend = self._extend_lens_of_decode[:requests]
+        else:
+            starts = runner.query_start_loc.gpu
+            extend = torch.sub(
+                starts[1 : requests + 1], starts[:requests], out=self._extend_lens[:requests]
+            )
+            host_extend = np.diff(runner.query_start_loc.np[: requests + 1]).astype(np.int64)
+            kind = self._kind(scheduler_output, computed, tokens)
+            prompts = tuple(self._host_tokens(batch, change, computed, host_extend))
+        # With drafts in flight only the device knows how many of them were accepted.
+        exact = not getattr(runner, "use_async_spec_decode", False)
+        return ForwardStep(
+            kind=kind,
+            step=self._step,
+            request_rows=batch.rows,
+            request_uids=batch.uids,
+            prefix_lens=runner.num_computed_tokens[:requests],
+            extend_lens=extend,
+            max_prefix_len=int(computed.max()),
+            input_ids=runner.input_ids.gpu[:tokens],
+            positions=runner.positions[:tokens],
+            out_cache_loc=tuple([mapping[:tokens] for mapping in self._slot_mappings]),
+            identity_keys=batch.keys,
+            host_prefix_lens=computed.astype(np.int64) if exact else None,
+            host_extend_lens=(
+                host_extend if host_extend is not None else np.ones(requests, dtype=np.int64)
+            ),
+            host_tokens=prompts,
+            moved_rows=change.moved,
+        )
+
+    def sampled(
+        self, sampled_token_ids: torch.Tensor, spec_decode_metadata: Any
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(request rows, positions, tokens) of what the sampler chose; token -1: rejected."""
+        count, width = sampled_token_ids.shape
+        first = self._runner.seq_lens[:count].to(torch.int64)
+        if spec_decode_metadata is not None:
+            # The first token is the one behind the last that was certain.
+            drafts = torch.tensor(spec_decode_metadata.num_draft_tokens, dtype=torch.int64)
+            first = first - drafts.to(first.device, non_blocking=True)
+        rows = torch.arange(count, device=first.device)
+        for column in range(width):
+            yield rows, first + column, sampled_token_ids[:, column]
+
+    def _kind(self, scheduler_output: Any, computed: Any, tokens: int) -> ForwardKind:
+        if scheduler_output.scheduled_spec_decode_tokens:
+            return ForwardKind.VERIFY
+        prompt_lens = self._runner.input_batch.num_prompt_tokens[: computed.shape[0]]
+        return kind_of(prefilling=computed < prompt_lens)
+
+    def _host_tokens(
+        self, batch: Batch, change: BatchChange, computed: Any, extend: Int64Array
+    ) -> Iterator[HostTokens]:
+        """Tokens of the requests that compute prompt tokens or have just come (back)."""
+        inputs = self._runner.input_batch
+        prefilling = np.flatnonzero(computed < inputs.num_prompt_tokens[: computed.shape[0]])
+        for row in sorted({*prefilling.tolist(), *change.entered}):
+            request = batch.requests[row]
+            if request is None:
+                continue
+            prefix = int(computed[row])
+            end = min(prefix + int(extend[row]), int(inputs.num_tokens_no_spec[row]))
+            yield host_tokens(
+                row=row,
+                uid=request.uid,
+                key=request.key,
+                prefix=prefix,
+                tokens=inputs.token_ids_cpu[row, :end].astype(np.int64),
+            )
+
+
+def kind_of(*, prefilling: Any) -> ForwardKind:
+    """Kind of a batch, by which of its requests still compute their prompt."""
+    if prefilling.all():
+        return ForwardKind.PREFILL
+    return ForwardKind.MIXED if prefilling.any() else ForwardKind.DECODE
+
+
+def host_tokens(*, row: int, uid: int, key: int, prefix: int, tokens: Int64Array) -> HostTokens:
+    """The tokens of a request; a placeholder in its prefix leaves the identity check out."""
+    knows_prefix = prefix <= tokens.shape[0] and not (tokens[:prefix] < 0).any()
+    return HostTokens(
+        batch_row=row,
+        request_row=row,
+        request_uid=uid,
+        prefix_len=prefix if knows_prefix else 0,
+        tokens=tokens,
+        identity_key=key,
+    )

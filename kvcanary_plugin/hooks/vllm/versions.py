@@ -1,0 +1,75 @@
+"""The one place that knows what differs between vLLM versions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kvcanary_plugin.metrics import RankLabels
+
+RunnerKind = Literal["v1", "v2"]
+
+# What the hooks wrap or read on a model runner.
+_V1_ATTRIBUTES = (
+    "execute_model",
+    "_model_forward",
+    "_sample",
+    "input_batch",
+    "input_ids",
+    "positions",
+    "num_computed_tokens",
+    "query_start_loc",
+    "seq_lens",
+)
+_V2_ATTRIBUTES = (
+    "execute_model",
+    "prepare_attn",
+    "prepare_dummy_attn",
+    "postprocess_sampled",
+    "kv_connector",
+    "block_tables",
+    "req_states",
+)
+
+
+class UnsupportedRunnerError(RuntimeError):
+    """A model runner that lacks something that the hooks need."""
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def runner_kind(runner: Any) -> RunnerKind:
+    """Which of vLLM's two model runners this is. UnsupportedRunnerError if neither."""
+    lacking: dict[RunnerKind, list[str]] = {
+        "v1": [name for name in _V1_ATTRIBUTES if not hasattr(runner, name)],
+        "v2": [name for name in _V2_ATTRIBUTES if not hasattr(runner, name)],
+    }
+    for kind, names in lacking.items():
+        if not names:
+            return kind
+    raise UnsupportedRunnerError(
+        f"model runner {type(runner).__name__} of vLLM {engine_version()} lacks "
+        + " and, as the other kind, ".join(", ".join(names) for names in lacking.values())
+    )
+
+
+def rank_labels(parallel_config: Any) -> RankLabels:
+    """Tensor, pipeline and data parallel rank of this worker process."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    return RankLabels(
+        tp_rank=int(get_tp_group().rank_in_group),
+        pp_rank=int(get_pp_group().rank_in_group),
+        dp_rank=int(parallel_config.data_parallel_rank),
+    )
+
+
+def context_parallel_size(parallel_config: Any) -> int:
+    """In how many parts the tokens of one sequence lie on different ranks."""
+    return int(getattr(parallel_config, "decode_context_parallel_size", 1)) * int(
+        getattr(parallel_config, "prefill_context_parallel_size", 1)
+    )
