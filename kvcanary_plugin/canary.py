@@ -122,6 +122,13 @@ class Canary:
             )
             logger.info("kvcanary: metrics on http://%s:%d/metrics", config.metrics.address, port)
         self.drain.start()
+        if groups:
+            logger.info(
+                "kvcanary: guarding %s in mode %s with %s kernels",
+                ", ".join(f"group {group.name} ({group.num_slots} slots)" for group in groups),
+                config.mode,
+                backend,
+            )
 
     @contextmanager
     def around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:

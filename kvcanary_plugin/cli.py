@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
-from kvcanary_plugin.commands import build, check_config, config_docs, demo, drill, explain, version
+from kvcanary_plugin.commands import build, check_config, config_docs, demo, drill, explain, soak, version
 
 # A further command is a module in kvcanary_plugin/commands and its name in this list.
-COMMANDS: Final = (build, check_config, config_docs, demo, drill, explain, version)
+COMMANDS: Final = (build, check_config, config_docs, demo, drill, explain, soak, version)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,52 @@
+"""``kvcanary soak``: a long healthy run, in which a single violation is a failure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvcanary_plugin.commands.parsers import Subparsers
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "soak",
+        help="serve mixed traffic for many forwards; any violation is a failure",
+        description="Starts a small SGLang server on the CPU with every check on and every byte"
+        " compared, and sends mixed traffic (shared prefixes, chunked prompts, several turns,"
+        " aborts) until so many forwards have run. Exit status 1 on the first violation.",
+    )
+    parser.add_argument("--forwards", type=int, default=20000, help="default 20000")
+    parser.add_argument("--model", default="tiny-swa", help="packaged model, default tiny-swa")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traffic, default 0")
+    parser.add_argument(
+        "server_flags", nargs="*", help="further flags of the server, behind a lone --"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvcanary_plugin.drill.drill import write_drill_config
+    from kvcanary_plugin.drill.server import ServerSpec, SGLangServer
+    from kvcanary_plugin.drill.soak import run_soak
+
+    with TemporaryDirectory(prefix="kvcanary-soak-") as name:
+        directory = Path(name)
+        spec = ServerSpec(
+            model=arguments.model,
+            flags=tuple(arguments.server_flags),
+            kvcanary_config=write_drill_config(directory),
+        )
+        with SGLangServer(spec, log_path=directory / "server.log") as server:
+            result = run_soak(
+                server,
+                forwards=arguments.forwards,
+                seed=arguments.seed,
+                progress=lambda line: print(line, flush=True),
+            )
+            if not result.passed:
+                reports = [line for line in server.log().splitlines() if "kvcanary:" in line]
+                print("\n".join(reports[:20]))
+    print(result.as_text())
+    return 0 if result.passed else 1
