@@ -13,7 +13,7 @@ import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
 from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
-from kvcanary_plugin.hooks.vllm.requests import Batch, BatchChange, RequestBook
+from kvcanary_plugin.hooks.vllm.requests import Batch, RequestBook
 
 
 def block_tables(runner: Any) -> list[BlockTable]:
@@ -48,9 +48,10 @@ class V1Translator:
         tokens = scheduler_output.total_num_scheduled_tokens
         batch, change = self._book.batch_of(inputs.req_ids)
         computed = inputs.num_computed_tokens_cpu[:requests]
+        prefilling = computed < inputs.num_prompt_tokens[:requests]
         kind, host_extend = ForwardKind.DECODE, None
         prompts: tuple[HostTokens, ...] = ()
-        if tokens == requests and not change.entered:
+        if tokens == requests and not change.entered and not prefilling.any():
             extend = self._extend_lens_of_decode[:requests]
         else:
             starts = runner.query_start_loc.gpu
@@ -58,8 +59,13 @@ class V1Translator:
                 starts[1 : requests + 1], starts[:requests], out=self._extend_lens[:requests]
             )
             host_extend = np.diff(runner.query_start_loc.np[: requests + 1]).astype(np.int64)
-            kind = self._kind(scheduler_output, computed, tokens)
-            prompts = tuple(self._host_tokens(batch, change, computed, host_extend))
+            kind = (
+                ForwardKind.VERIFY
+                if scheduler_output.scheduled_spec_decode_tokens
+                else kind_of(prefilling=prefilling)
+            )
+            rows = sorted({*np.flatnonzero(prefilling).tolist(), *change.entered})
+            prompts = tuple(self._host_tokens(batch, rows, computed, host_extend))
         # With drafts in flight only the device knows how many of them were accepted.
         exact = not getattr(runner, "use_async_spec_decode", False)
         return ForwardStep(
@@ -96,19 +102,12 @@ class V1Translator:
         for column in range(width):
             yield rows, first + column, sampled_token_ids[:, column]
 
-    def _kind(self, scheduler_output: Any, computed: Any, tokens: int) -> ForwardKind:
-        if scheduler_output.scheduled_spec_decode_tokens:
-            return ForwardKind.VERIFY
-        prompt_lens = self._runner.input_batch.num_prompt_tokens[: computed.shape[0]]
-        return kind_of(prefilling=computed < prompt_lens)
-
     def _host_tokens(
-        self, batch: Batch, change: BatchChange, computed: Any, extend: Int64Array
+        self, batch: Batch, rows: list[int], computed: Any, extend: Int64Array
     ) -> Iterator[HostTokens]:
-        """Tokens of the requests that compute prompt tokens or have just come (back)."""
+        """Tokens of the requests in ``rows``: computing their prompt, or just come (back)."""
         inputs = self._runner.input_batch
-        prefilling = np.flatnonzero(computed < inputs.num_prompt_tokens[: computed.shape[0]])
-        for row in sorted({*prefilling.tolist(), *change.entered}):
+        for row in rows:
             request = batch.requests[row]
             if request is None:
                 continue
