@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from types import MappingProxyType, TracebackType
 from typing import Final, Self
 
 from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill.weights import write_model
 
 MODELS_DIRECTORY: Final = Path(__file__).parent / "models"
 VOCABULARY_SIZE: Final = 512  # of every packaged model; a token id beyond it ends the server
@@ -24,23 +26,16 @@ CHUNKED_PREFILL_SIZE: Final = 64
 MAX_RUNNING_REQUESTS: Final = 8
 MAX_TOTAL_TOKENS: Final = 2048
 
-# Environment a model needs beside its directory.
-_MODEL_ENV: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "tiny-gemma2": {},
-        "tiny-llama": {},
-        "tiny-mla": {},
-        "tiny-qwen2": {},
-        "tiny-swa": {
-            "SGLANG_EXTERNAL_MODEL_PACKAGE": "kvcanary_plugin.drill.models.sglang_external"
-        },
-    }
-)
-MODELS: Final = tuple(_MODEL_ENV)
+MODELS: Final = ("tiny-gemma2", "tiny-llama", "tiny-mla", "tiny-qwen2", "tiny-swa")
+# Models that need code of ours inside the engine.
+_EXTERNAL_MODEL_PACKAGES: Final = {
+    "tiny-mla": "kvcanary_plugin.drill.models.sglang_mla",
+    "tiny-swa": "kvcanary_plugin.drill.models.sglang_swa",
+}
 
 _ENGINE_FLAGS: Final = (
     *("--device", "cpu"),
-    *("--load-format", "dummy"),
+    *("--load-format", "safetensors"),
     *("--dtype", "float32"),
     "--skip-tokenizer-init",
     *("--attention-backend", "torch_native"),
@@ -94,10 +89,9 @@ class ServerSpec:
                 "do leave the config out to measure without the plugin"
             )
 
-    def command(self, *, host: str, port: int) -> list[str]:
-        """The command line of the server."""
-        command = [sys.executable, "-m", "sglang.launch_server"]
-        command += ["--model-path", str(MODELS_DIRECTORY / self.model)]
+    def command(self, *, model_path: Path, host: str, port: int) -> list[str]:
+        """The command line of the server; ``model_path`` as :func:`write_model` makes it."""
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
         command += ["--host", host, "--port", str(port), *_ENGINE_FLAGS]
         if self.kvcanary_config is not None:
             command += ["--kvcanary-config", str(self.kvcanary_config)]
@@ -108,13 +102,15 @@ class ServerSpec:
         environment = dict(os.environ)
         # Another server's metrics directory must not become this one's.
         environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
-        environment |= _ENGINE_ENV | dict(_MODEL_ENV[self.model])
+        environment |= _ENGINE_ENV
+        if self.model in _EXTERNAL_MODEL_PACKAGES:
+            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = _EXTERNAL_MODEL_PACKAGES[self.model]
         if not self.plugin:
             environment |= _NO_PLUGIN_ENV
         return environment | dict(self.env)
 
 
-# Configurations that start on a CPU. `mla` allocates its pool but cannot run a forward there.
+# Configurations that are known to run on a CPU.
 PRESETS: Final[Mapping[str, ServerSpec]] = MappingProxyType(
     {
         "llama": ServerSpec(model="tiny-llama"),
@@ -159,6 +155,7 @@ class SGLangServer:
         self._stop_timeout_seconds = stop_timeout_seconds
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._model_path: tempfile.TemporaryDirectory[str] | None = None
         self.startup_seconds = 0.0
 
     def __enter__(self) -> Self:
@@ -189,9 +186,12 @@ class SGLangServer:
             raise ServerError("kvcanary: the server was started before; make a new SGLangServer")
         self._port = _free_port()
         begin = time.monotonic()
+        self._model_path = tempfile.TemporaryDirectory(prefix="kvcanary-model-")
+        model_path = Path(self._model_path.name)
+        write_model(MODELS_DIRECTORY / self.spec.model, model_path)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                self.spec.command(host="127.0.0.1", port=self._port),
+                self.spec.command(model_path=model_path, host="127.0.0.1", port=self._port),
                 env=self.spec.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -221,6 +221,8 @@ class SGLangServer:
                 process.kill()
                 process.wait()
         self._kill_process_group()
+        if self._model_path is not None:
+            self._model_path.cleanup()
 
     def wait_for_exit(self, timeout_seconds: float) -> int:
         """Exit status of a server that is expected to end by itself; ServerError if it does not."""

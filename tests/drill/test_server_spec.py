@@ -35,7 +35,7 @@ def test_the_specs_own_flags_come_last_and_its_environment_wins(monkeypatch):
         kvcanary_config=Path("kvcanary.yaml"),
     )
 
-    command = spec.command(host="127.0.0.1", port=8000)
+    command = spec.command(model_path=Path("model"), host="127.0.0.1", port=8000)
     environment = spec.environment()
 
     assert command[-4:] == ["--kvcanary-config", "kvcanary.yaml", "--page-size", "16"]

@@ -1,1 +1,0 @@
-"""Model classes that SGLang loads by name, through ``SGLANG_EXTERNAL_MODEL_PACKAGE``."""
