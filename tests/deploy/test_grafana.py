@@ -31,6 +31,10 @@ def busy_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Promet
         prometheus.wait_for_targets()
         exporter.send("violation chain")
         prometheus.wait_for_alert("KVCanaryViolation", timeout=20.0)
+        prometheus.wait_until(
+            lambda: bool(prometheus.query("kvcanary:forwards_checked:ratio5m")),
+            "two scrapes with forwards between them",
+        )
         yield prometheus
 
 

@@ -1,4 +1,4 @@
-"""The alerting rules under promtool: which alerts fire in which situation, and that no other does."""
+"""The alerting rules under promtool: which alerts fire in which situation, and no others."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ SCENARIOS = (
         [*traffic("500x400"), heartbeat("0x400"), violations("0x400")],
         {"20m": [], "60m": []},
     ),
-    Scenario(
-        "a server that has not served yet", [*traffic("0x400"), heartbeat("0x400")], {"20m": []}
-    ),
+    Scenario("a server without any forward", [*traffic("0x400"), heartbeat("0x400")], {"20m": []}),
     Scenario(
         "a burst that ends leaves nothing behind",
         [*traffic("0+30x40 1200x400"), heartbeat("0+15x40 600x400")],
