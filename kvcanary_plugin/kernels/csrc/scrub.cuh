@@ -46,8 +46,9 @@ struct WriteFoldJob {
   __device__ __forceinline__ int count() const { return planned.count(); }
 
   __device__ __forceinline__ int64_t slot(const LaunchContext& launch, int index) const {
+    if (index < planned.write_offsets[0]) return kNotFolded;  // belongs to no request
     const int64_t slot = planned.out_cache_loc[index];
-    return slot >= 0 && slot < launch.num_slots ? slot : kNotFolded;
+    return is_in_pool(launch, slot) ? slot : kNotFolded;
   }
 
   __device__ __forceinline__ void finish(const LaunchContext& launch, int64_t slot,
