@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import kvcanary_plugin.kernels as kernels
 import pytest
 import torch
 import tvm_ffi
 from tvm_ffi import libinfo
 
-from kvcanary_plugin.kernels import RealKvSource, VerifyOrWriteContext, WritePlan, backend
+import kvcanary_plugin.kernels as kernels
+from kvcanary_plugin.kernels import VerifyOrWriteContext, WritePlan, backend
 from kvcanary_plugin.kernels.build import SOURCE_DIR
 from tests.kernels import scenes
 
@@ -98,6 +98,20 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
+def moved_all(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """:func:`moved` for every argument of a launch."""
+    return {name: moved(value, device) for name, value in arguments.items()}
+
+
+def with_pinned_ring(context: VerifyOrWriteContext, *, capacity: int) -> VerifyOrWriteContext:
+    """The context with a fresh ring and a counter mirror in pinned host memory."""
+    return dataclasses.replace(
+        context,
+        violation_ring=torch.zeros((capacity, 16), dtype=torch.int64).pin_memory(),
+        counter_mirror=torch.zeros(2, dtype=torch.int64).pin_memory(),
+    )
+
+
 def with_ring(context: VerifyOrWriteContext, ring: torch.Tensor) -> VerifyOrWriteContext:
     return dataclasses.replace(context, violation_ring=ring)
 
@@ -106,24 +120,22 @@ def run_on(
     launch: Callable[..., None], arguments: dict[str, Any], device: torch.device, *, pinned: bool
 ) -> dict[str, Any]:
     """Run ``launch`` on a copy on ``device`` and return what became of it, back on the CPU."""
-    own = {name: moved(value, device) for name, value in arguments.items()}
+    own = moved_all(arguments, device)
     if pinned and "context" in own:
-        ring = own["context"].violation_ring.cpu().pin_memory()
-        own["context"] = dataclasses.replace(
-            with_ring(own["context"], ring),
-            counter_mirror=torch.zeros(2, dtype=torch.int64).pin_memory(),
-        )
+        rows = own["context"].violation_ring.cpu()
+        own["context"] = with_pinned_ring(own["context"], capacity=rows.shape[0])
+        own["context"].violation_ring.copy_(rows)
     launch(**own)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if pinned and "context" in own:
         own["context"] = dataclasses.replace(own["context"], counter_mirror=None)
-    return {name: moved(value, torch.device("cpu")) for name, value in own.items()}
+    return moved_all(own, torch.device("cpu"))
 
 
 def run_reference(launch: Callable[..., None], arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the torch reference on a copy whose ring holds every row that the launch records."""
-    own = {name: moved(value, torch.device("cpu")) for name, value in arguments.items()}
+    own = moved_all(arguments, torch.device("cpu"))
     if "context" in own:
         own["context"] = with_ring(own["context"], torch.zeros((4096, 16), dtype=torch.int64))
     launch(**own)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from kvcanary_plugin.kernels import (
     RealKvHashMode,
     RealKvSource,
@@ -18,7 +19,6 @@ from kvcanary_plugin.kernels import (
     VerifyOrWriteContext,
 )
 from kvcanary_plugin.kernels.reference import fold_slots, record_fields
-
 from tests.kernels import oracle, scenes
 from tests.kernels.cuda_support import assert_agreement, on_every_device
 
@@ -31,7 +31,7 @@ def _shuffled(values: range, seed: int = 0) -> list[int]:
     return order
 
 
-def _table(num_slots: int, *, state: int = SEALED, tracks_allocation: bool = True) -> SlotTable:
+def table_of(num_slots: int, *, state: int = SEALED, tracks_allocation: bool = True) -> SlotTable:
     table = SlotTable.allocate(
         num_slots=num_slots, device=scenes.CPU, tracks_allocation=tracks_allocation
     )
@@ -78,7 +78,7 @@ def test_write_at_every_edge_of_a_tile(device: str, skipped: bool) -> None:
     slots = _shuffled(range(1, 700))
     if skipped:
         slots = [-1 if index % 3 == 1 else slot for index, slot in enumerate(slots)]
-    context = scenes.make_context(num_slots=700, slot_table=_table(700), position_assert=1)
+    context = scenes.make_context(num_slots=700, slot_table=table_of(700), position_assert=1)
     assert_agreement("launch_canary_write_kernel", _write(context, lengths, slots), device)
 
 
@@ -96,7 +96,7 @@ def test_prefix_hit_inside_the_batch_follows_the_other_chain(device: str, order:
     # A writes slots 1..40; B continues behind slot 40 with 41..50; C behind slot 50.
     slots = [list(range(1, 41)), list(range(41, 51)), list(range(51, 120))]
     starts, seeds = [0, 40, 50], [-1, 40, 50]
-    context = scenes.make_context(num_slots=130, slot_table=_table(130, state=1))
+    context = scenes.make_context(num_slots=130, slot_table=table_of(130, state=1))
     arguments = _write(
         context,
         [len(slots[index]) for index in order],
@@ -150,7 +150,10 @@ def test_fold_of_many_sources(
 ) -> None:
     sources = tuple(_source(num_slots, num_bytes, seed=seed) for seed in range(num_sources))
     context = scenes.make_context(
-        num_slots=num_slots, sources=sources, mode=RealKvHashMode.ALL, slot_table=_table(num_slots)
+        num_slots=num_slots,
+        sources=sources,
+        mode=RealKvHashMode.ALL,
+        slot_table=table_of(num_slots),
     )
     assert_agreement(
         "launch_canary_seal_kernel", _seal(context, _shuffled(range(num_slots))), device
@@ -172,7 +175,7 @@ def test_fold_of_sources_of_different_width_and_alignment(device: str) -> None:
 def test_scrub_reports_every_flipped_byte(device: str) -> None:
     sources = (_source(90, 2048), _source(90, 96, page_size=8))
     context = scenes.make_context(
-        num_slots=90, sources=sources, mode=RealKvHashMode.ALL, slot_table=_table(90)
+        num_slots=90, sources=sources, mode=RealKvHashMode.ALL, slot_table=table_of(90)
     )
     record_fields(context)[:, 3] = fold_slots(context, torch.arange(90))
     for slot in (3, 44, 89):
@@ -193,7 +196,7 @@ def test_scrub_reports_every_flipped_byte(device: str) -> None:
 PREFIX_LENS = [1, 2, 31, 32, 33, 126, 127, 128, 129, 254, 255, 507, 508, 509, 1100]
 
 
-def _chained_pool(
+def chained_pool(
     prefix_lens: list[int], *, page_size: int, faults: int, mode: RealKvHashMode
 ) -> dict[str, Any]:
     """Arguments of a table verify over requests with their own pages, in shuffled order."""
@@ -204,7 +207,7 @@ def _chained_pool(
         num_slots=num_slots,
         sources=sources,
         mode=mode,
-        slot_table=_table(num_slots),
+        slot_table=table_of(num_slots),
         ring_capacity=4096,
     )
     free_pages = _shuffled(range(1, sum(pages) + 1))
@@ -247,13 +250,13 @@ def _chained_pool(
 def test_table_verify_at_every_edge_of_a_tile(
     device: str, faults: int, mode: RealKvHashMode, page_size: int
 ) -> None:
-    arguments = _chained_pool(PREFIX_LENS, page_size=page_size, faults=faults, mode=mode)
+    arguments = chained_pool(PREFIX_LENS, page_size=page_size, faults=faults, mode=mode)
     assert_agreement("launch_canary_table_verify_kernel", arguments, device)
 
 
 @on_every_device
 def test_a_clean_pool_gives_no_rows(device: str) -> None:
-    arguments = _chained_pool([300, 5], page_size=1, faults=0, mode=RealKvHashMode.ALL)
+    arguments = chained_pool([300, 5], page_size=1, faults=0, mode=RealKvHashMode.ALL)
     after = assert_agreement("launch_canary_table_verify_kernel", arguments, device)
     assert int(after["context"].violation_write_index) == 0
     assert int(after["context"].slot_run_counter) == 305
@@ -262,7 +265,7 @@ def test_a_clean_pool_gives_no_rows(device: str) -> None:
 @on_every_device
 @pytest.mark.parametrize("max_prefix_len", [0, 100, 1 << 20])
 def test_max_prefix_len_changes_the_grid_and_nothing_else(device: str, max_prefix_len: int) -> None:
-    arguments = _chained_pool([700, 1100], page_size=1, faults=9, mode=RealKvHashMode.NONE)
+    arguments = chained_pool([700, 1100], page_size=1, faults=9, mode=RealKvHashMode.NONE)
     arguments["reads"] = dataclasses.replace(arguments["reads"], max_prefix_len=max_prefix_len)
     assert_agreement("launch_canary_table_verify_kernel", arguments, device)
 
@@ -270,15 +273,15 @@ def test_max_prefix_len_changes_the_grid_and_nothing_else(device: str, max_prefi
 @on_every_device
 @pytest.mark.parametrize("window", [1, 127, 128, 600])
 def test_table_verify_of_a_window(device: str, window: int) -> None:
-    arguments = _chained_pool([700, 100], page_size=1, faults=9, mode=RealKvHashMode.NONE)
+    arguments = chained_pool([700, 100], page_size=1, faults=9, mode=RealKvHashMode.NONE)
     arguments["reads"] = dataclasses.replace(arguments["reads"], swa_window_size=window)
     assert_agreement("launch_canary_table_verify_kernel", arguments, device)
 
 
 @on_every_device
-@pytest.mark.parametrize("prefix_lens", [[0], [1], [1000], list(range(0, 70))])
+@pytest.mark.parametrize("prefix_lens", [[0], [1], [1000], list(range(70))])
 def test_plan_and_verify_of_the_plan(device: str, prefix_lens: list[int]) -> None:
-    pool = _chained_pool(
+    pool = chained_pool(
         [max(1, length) for length in prefix_lens], page_size=1, faults=3, mode=RealKvHashMode.NONE
     )
     reads = pool["reads"]
@@ -314,7 +317,7 @@ def test_plan_and_verify_of_the_plan(device: str, prefix_lens: list[int]) -> Non
 @on_every_device
 @pytest.mark.parametrize("requests", [1, 8, 9, 300])
 def test_prepare_of_many_requests(device: str, requests: int) -> None:
-    context = scenes.make_context(num_slots=5000, slot_table=_table(5000))
+    context = scenes.make_context(num_slots=5000, slot_table=table_of(5000))
     reads = dataclasses.replace(
         scenes.make_reads([[1 + row] for row in range(requests)], [1] * requests),
         extend_lens=torch.arange(requests) % 7,
