@@ -46,7 +46,9 @@ logged() {
 pip_install() { logged "$venv/bin/python" -m pip install --quiet --no-input "$@"; }
 
 version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])'; }
-is_from_wanted_python() { [ -z "${PYTHON:-}" ] || [ "$(version_of "$PYTHON")" = "$(version_of "$venv/bin/python")" ]; }
+is_from_wanted_python() {
+    [ -z "${PYTHON:-}" ] || [ "$(version_of "$PYTHON" 2>/dev/null)" = "$(version_of "$venv/bin/python")" ]
+}
 
 if ! is_done "$venv/engine.stamp" "$engine_key" || ! is_from_wanted_python; then
     python=${PYTHON:-python3}

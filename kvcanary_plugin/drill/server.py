@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill.dialect import SGLANG, Dialect
 from kvcanary_plugin.drill.weights import write_model
 
 MODELS_DIRECTORY: Final = Path(__file__).parent / "models"
@@ -134,19 +135,37 @@ class ServerError(RuntimeError):
     """The server did not do what was asked; the message ends with the tail of its log."""
 
 
-class SGLangServer:
+class LaunchSpec(Protocol):
+    """What a server is started with, whatever the engine."""
+
+    @property
+    def model(self) -> str:
+        """One of the packaged models."""
+
+    def command(self, *, model_path: Path, host: str, port: int) -> list[str]:
+        """The command line of the server; ``model_path`` as :func:`write_model` makes it."""
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the server."""
+
+
+class EngineServer:
     """A running server: ``with SGLangServer(spec, log_path=path) as server: server.url``.
 
     Entering waits until the server has answered a generate request; leaving ends it and every
     process it started. The log file stays.
     """
 
+    dialect: Dialect
+    # Answers 200 when the server serves.
+    ready_path: str
+
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: LaunchSpec,
         *,
         log_path: Path,
-        start_timeout_seconds: float = 180.0,
+        start_timeout_seconds: float = 300.0,
         stop_timeout_seconds: float = 20.0,
     ) -> None:
         self.spec = spec
@@ -183,7 +202,7 @@ class SGLangServer:
     def start(self) -> None:
         """Start the server and wait until it generates. Raises ServerError if it does not."""
         if self._process is not None:
-            raise ServerError("kvcanary: the server was started before; make a new SGLangServer")
+            raise ServerError("kvcanary: the server was started before; make a new one")
         self._port = _free_port()
         begin = time.monotonic()
         self._model_path = tempfile.TemporaryDirectory(prefix="kvcanary-model-")
@@ -253,8 +272,7 @@ class SGLangServer:
                     self._with_log(f"the server ended with status {self.exit_status} at start-up")
                 )
             try:
-                # Runs a real one-token generation; 503 until the engine is up.
-                status, _ = http_client.get(self.url, "/health_generate", timeout=30.0)
+                status, _ = http_client.get(self.url, self.ready_path, timeout=30.0)
             except (OSError, HTTPException) as error:
                 answer = repr(error)
             else:
@@ -265,7 +283,7 @@ class SGLangServer:
         raise ServerError(
             self._with_log(
                 f"the server was not ready after {self._start_timeout_seconds:.0f} s "
-                f"(/health_generate: {answer})"
+                f"({self.ready_path}: {answer})"
             )
         )
 
@@ -284,6 +302,14 @@ class SGLangServer:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
+
+
+class SGLangServer(EngineServer):
+    """A running SGLang server."""
+
+    dialect = SGLANG
+    # Runs a real one-token generation; 503 until the engine is up.
+    ready_path = "/health_generate"
 
 
 def _free_port() -> int:
