@@ -6,10 +6,32 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
-from kvcanary_plugin.commands import build, check_config, config_docs, demo, drill, explain, soak, version
+from kvcanary_plugin.commands import (
+    build,
+    check_config,
+    config_docs,
+    demo,
+    doctor,
+    drill,
+    explain,
+    soak,
+    status,
+    version,
+)
 
 # A further command is a module in kvcanary_plugin/commands and its name in this list.
-COMMANDS: Final = (build, check_config, config_docs, demo, drill, explain, soak, version)
+COMMANDS: Final = (
+    build,
+    check_config,
+    config_docs,
+    demo,
+    doctor,
+    drill,
+    explain,
+    soak,
+    status,
+    version,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,5 +43,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
-    status: int = parsed.run(parsed)
-    return status
+    exit_status: int = parsed.run(parsed)
+    return exit_status

@@ -67,7 +67,7 @@ def build_cpu(*, output: Path | None = None, cache_dir: Path | None = None) -> P
 
     CompilerNotFoundError without a C++ compiler, KernelBuildError when it fails.
     """
-    compiler = _find_compiler(("c++", "g++", "clang++"), ())
+    compiler = find_compiler("cpu")
     if compiler is None:
         raise CompilerNotFoundError(
             "kvcanary: no C++ compiler found (looked for c++, g++ and clang++ on PATH). Install "
@@ -93,7 +93,7 @@ def build_cuda(
     when it fails.
     """
     capabilities = _parse_arches(arches)
-    compiler = _find_compiler(("nvcc",), (_cuda_home() / "bin",))
+    compiler = find_compiler("cuda")
     if compiler is None:
         raise CompilerNotFoundError(
             f"kvcanary: nvcc not found (looked on PATH and in {_cuda_home() / 'bin'}). Install the "
@@ -124,14 +124,12 @@ def load_module_for(
 
     CompilerNotFoundError when nothing fits and nothing can be built.
     """
-    prebuilt_dirs = [path for path in (prebuilt_dir, PREBUILT_DIR) if path is not None]
-    if device.type == "cuda":
+    library = find_prebuilt(device, prebuilt_dir=prebuilt_dir)
+    if library is None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        library = _find_prebuilt_cuda(prebuilt_dirs, capability) or build_cuda(
-            arches=[f"{capability[0]}.{capability[1]}"], cache_dir=cache_dir
-        )
-    else:
-        library = _find_prebuilt_cpu(prebuilt_dirs) or build_cpu(cache_dir=cache_dir)
+        library = build_cuda(arches=[f"{capability[0]}.{capability[1]}"], cache_dir=cache_dir)
+    elif library is None:
+        library = build_cpu(cache_dir=cache_dir)
     logger.info("kvcanary: kernels for %s from %s", device.type, library)
     try:
         return tvm_ffi.load_module(str(library))
@@ -139,6 +137,21 @@ def load_module_for(
         raise KernelBuildError(
             f"kvcanary: {library} does not load ({error}); delete it, so that it is built anew"
         ) from error
+
+
+def find_prebuilt(device: torch.device, *, prebuilt_dir: Path | None = None) -> Path | None:
+    """The ahead-of-time library that fits ``device``, or None; arguments as above."""
+    directories = [path for path in (prebuilt_dir, PREBUILT_DIR) if path is not None]
+    if device.type == "cuda":
+        return _find_prebuilt_cuda(directories, torch.cuda.get_device_capability(device))
+    return _find_prebuilt_cpu(directories)
+
+
+def find_compiler(device_type: str) -> str | None:
+    """Path of the compiler for the kernels of ``cpu`` or ``cuda``, or None."""
+    if device_type == "cuda":
+        return _find_compiler(("nvcc",), (_cuda_home() / "bin",))
+    return _find_compiler(("c++", "g++", "clang++"), ())
 
 
 # ---- names and keys ------------------------------------------------------------------------------
