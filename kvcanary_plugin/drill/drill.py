@@ -19,8 +19,9 @@ from typing import Any, Final, Protocol
 import yaml
 
 from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill.dialect import Dialect, Tokens
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
-from kvcanary_plugin.drill.traffic import Tokens, TrafficSpec, conversation, generate
+from kvcanary_plugin.drill.traffic import TrafficSpec, conversation, generate
 from kvcanary_plugin.metrics import FORWARDS, SLOTS_SEALED, SLOTS_VERIFIED, VIOLATIONS
 
 _OUTPUT_TOKENS: Final = 24
@@ -51,12 +52,18 @@ class FaultCase:
 
 
 FULL_CASES: Final = (
-    FaultCase(title="flip a byte of K, first layer", fault="flip_kv", checks=("real_kv",), source=0),
-    FaultCase(title="flip a byte of V, last layer", fault="flip_kv", checks=("real_kv",), source=-1),
+    FaultCase(
+        title="flip a byte of K, first layer", fault="flip_kv", checks=("real_kv",), source=0
+    ),
+    FaultCase(
+        title="flip a byte of V, last layer", fault="flip_kv", checks=("real_kv",), source=-1
+    ),
     FaultCase(title="exchange two page-table entries", fault="swap_table", checks=("position",)),
     FaultCase(title="rewrite a record", fault="rewrite_record", checks=("token",)),
     FaultCase(title="shift a chunk's positions", fault="shift_positions", checks=("write_input",)),
-    FaultCase(title="rotate a chunk's input tokens", fault="rotate_inputs", checks=("write_input",)),
+    FaultCase(
+        title="rotate a chunk's input tokens", fault="rotate_inputs", checks=("write_input",)
+    ),
     FaultCase(
         title="drop the write of a token",
         fault="drop_write",
@@ -80,7 +87,10 @@ SWA_CASES: Final = (
         source=-1,
     ),
     FaultCase(
-        title="rewrite a sliding-window record", fault="rewrite_record", checks=("token",), group="swa"
+        title="rewrite a sliding-window record",
+        fault="rewrite_record",
+        checks=("token",),
+        group="swa",
     ),
 )
 
@@ -122,6 +132,10 @@ class SilentResult:
 
 class DrillServer(Protocol):
     """What a drill needs of a server."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """How to talk to it."""
 
     @property
     def url(self) -> str:
@@ -216,7 +230,12 @@ class Drill:
         prompts = [conversation(spec, index)[0].new_tokens for index in range(_REQUESTS)]
 
         def serve(prompt: Tokens) -> None:
-            generate(self._server.url, prompt, max_new_tokens=_OUTPUT_TOKENS)
+            generate(
+                self._server.url,
+                prompt,
+                max_new_tokens=_OUTPUT_TOKENS,
+                dialect=self._server.dialect,
+            )
 
         with ThreadPoolExecutor(_REQUESTS) as pool:
             list(pool.map(serve, prompts))
@@ -255,17 +274,20 @@ class Drill:
     def _read_reports(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self._reports.glob("*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
-                yield json.loads(line)
+                report = json.loads(line)
+                if report["type"] == "row":
+                    yield report
 
     def _flush_cache(self) -> None:
         """Forget every cached prefix, corrupted ones included; refused while requests run."""
+        path = self._server.dialect.flush_path
         deadline = time.monotonic() + _PLANT_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
-            status, _ = http_client.post(self._server.url, "/flush_cache", {}, timeout=30.0)
+            status, _ = http_client.post(self._server.url, path, {}, timeout=30.0)
             if status == 200:
                 return
             time.sleep(0.1)
-        raise TimeoutError(f"kvcanary: {self._server.url}/flush_cache was refused for a minute")
+        raise TimeoutError(f"kvcanary: {self._server.url}{path} was refused for a minute")
 
     def _snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot.parse(self._server.metrics())

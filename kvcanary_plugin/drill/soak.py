@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
-from kvcanary_plugin.drill.server import SGLangServer
+from kvcanary_plugin.drill.server import EngineServer
 from kvcanary_plugin.drill.traffic import TrafficSpec, run_traffic
 from kvcanary_plugin.metrics import (
     FORWARDS,
@@ -74,7 +74,7 @@ class SoakResult:
 
 
 def run_soak(
-    server: SGLangServer,
+    server: EngineServer,
     *,
     forwards: int,
     seed: int = 0,
@@ -85,7 +85,9 @@ def run_soak(
     before = MetricsSnapshot.parse(server.metrics())
     results = []
     for number in itertools.count():
-        results.append(run_traffic(server.url, replace(_ROUND, seed=seed + number)))
+        results.append(
+            run_traffic(server.url, replace(_ROUND, seed=seed + number), dialect=server.dialect)
+        )
         time.sleep(_DRAIN_SECONDS)
         now = MetricsSnapshot.parse(server.metrics())
         done = int(now.total(FORWARDS) - before.total(FORWARDS))
@@ -93,9 +95,7 @@ def run_soak(
         progress(f"{done} forwards, {violations} violations")
         if done >= forwards or violations:
             break
-    checked = int(
-        now.total(FORWARDS, result="checked") - before.total(FORWARDS, result="checked")
-    )
+    checked = int(now.total(FORWARDS, result="checked") - before.total(FORWARDS, result="checked"))
     return SoakResult(
         forwards=done,
         unchecked=done - checked,

@@ -20,12 +20,11 @@ from itertools import islice
 from typing import Any, Final
 
 from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill.dialect import SGLANG, Completion, Dialect, Tokens
 from kvcanary_plugin.drill.server import CONTEXT_LENGTH, VOCABULARY_SIZE
 
 REQUEST_TIMEOUT_SECONDS: Final = 120.0
 _FIRST_PLAIN_TOKEN: Final = 3  # below: padding, begin and end of sequence
-
-Tokens = tuple[int, ...]
 
 
 class Abort(StrEnum):
@@ -89,23 +88,6 @@ class TrafficSpec:
     abort_share: float = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What the server returned for one request.
-
-    Fields:
-        output: the output tokens.
-        prompt_tokens: prompt length as the server counts it.
-        cached_tokens: how much of the prompt came out of its prefix cache.
-        aborted: whether the server says that it was given up.
-    """
-
-    output: Tokens
-    prompt_tokens: int
-    cached_tokens: int
-    aborted: bool
-
-
 class RequestError(RuntimeError):
     """The server did not serve a request as asked."""
 
@@ -141,7 +123,11 @@ class TrafficResult:
 
 
 def run_traffic(
-    url: str, spec: TrafficSpec, *, stop: threading.Event | None = None
+    url: str,
+    spec: TrafficSpec,
+    *,
+    stop: threading.Event | None = None,
+    dialect: Dialect = SGLANG,
 ) -> TrafficResult:
     """Run the workload against the server at ``url`` and wait for its end.
 
@@ -152,7 +138,7 @@ def run_traffic(
     stop = stop or threading.Event()
 
     def converse(index: int) -> None:
-        _run_conversation(url, spec, index, tally, stop)
+        _run_conversation(url, dialect, spec, index, tally, stop)
 
     begin = time.monotonic()
     with ThreadPoolExecutor(spec.concurrency, thread_name_prefix="kvcanary-traffic") as pool:
@@ -163,29 +149,41 @@ def run_traffic(
 
 
 def generate(
-    url: str, prompt: Sequence[int], *, max_new_tokens: int, request_id: str | None = None
+    url: str,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    request_id: str | None = None,
+    dialect: Dialect = SGLANG,
 ) -> Completion:
     """Serve one request. Raises RequestError when the server does not serve it to its end."""
-    payload = _payload(prompt, max_new_tokens=max_new_tokens, request_id=request_id)
+    payload = dialect.payload(prompt, max_new_tokens, request_id)
     try:
-        status, text = http_client.post(url, "/generate", payload, timeout=REQUEST_TIMEOUT_SECONDS)
+        status, text = http_client.post(
+            url, dialect.generate_path, payload, timeout=REQUEST_TIMEOUT_SECONDS
+        )
     except (OSError, HTTPException) as error:
         raise RequestError(f"no answer: {error!r}") from error
     if status != 200:
         raise RequestError(f"status {status}: {text[:500]}")
-    completion = _completion(json.loads(text))
+    completion = dialect.completion(json.loads(text))
     if completion.aborted or len(completion.output) != max_new_tokens:
         raise RequestError(f"asked for {max_new_tokens} tokens, got {text[:500]}")
     return completion
 
 
 def generate_all(
-    url: str, prompts: Iterable[Sequence[int]], *, max_new_tokens: int, concurrency: int = 1
+    url: str,
+    prompts: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    concurrency: int = 1,
+    dialect: Dialect = SGLANG,
 ) -> list[Tokens]:
     """Greedy outputs of ``prompts``, in their order. Raises RequestError as :func:`generate`."""
 
     def output_of(prompt: Sequence[int]) -> Tokens:
-        return generate(url, prompt, max_new_tokens=max_new_tokens).output
+        return generate(url, prompt, max_new_tokens=max_new_tokens, dialect=dialect).output
 
     with ThreadPoolExecutor(concurrency, thread_name_prefix="kvcanary-generate") as pool:
         return list(pool.map(output_of, prompts))
@@ -270,7 +268,12 @@ class _Tally:
 
 
 def _run_conversation(
-    url: str, spec: TrafficSpec, index: int, tally: _Tally, stop: threading.Event
+    url: str,
+    dialect: Dialect,
+    spec: TrafficSpec,
+    index: int,
+    tally: _Tally,
+    stop: threading.Event,
 ) -> None:
     context: Tokens = ()
     for number, turn in enumerate(conversation(spec, index)):
@@ -280,10 +283,16 @@ def _run_conversation(
         context += turn.new_tokens
         try:
             if turn.abort is not None:
-                _generate_and_abort(url, context, turn, request_id=name)
+                _generate_and_abort(url, dialect, context, turn, request_id=name)
                 tally.add_abort()
                 return
-            completion = generate(url, context, max_new_tokens=turn.max_new_tokens, request_id=name)
+            completion = generate(
+                url,
+                context,
+                max_new_tokens=turn.max_new_tokens,
+                request_id=name,
+                dialect=dialect,
+            )
         except RequestError as error:
             tally.add_failure(name, error)
             return
@@ -291,26 +300,29 @@ def _run_conversation(
         context += completion.output
 
 
-def _generate_and_abort(url: str, prompt: Tokens, turn: Turn, *, request_id: str) -> None:
+def _generate_and_abort(
+    url: str, dialect: Dialect, prompt: Tokens, turn: Turn, *, request_id: str
+) -> None:
     """Start a streaming request, wait for ``turn.abort_after`` events, and give it up."""
-    payload = _payload(prompt, max_new_tokens=turn.max_new_tokens, request_id=request_id)
+    payload = dialect.payload(prompt, turn.max_new_tokens, request_id)
     payload["stream"] = True
+    hangs_up = turn.abort is Abort.DISCONNECT or dialect.abort is None
     try:
         with http_client.open_request(
-            url, "/generate", payload, timeout=REQUEST_TIMEOUT_SECONDS
+            url, dialect.generate_path, payload, timeout=REQUEST_TIMEOUT_SECONDS
         ) as connection:
-            if turn.abort_after == 0 and turn.abort is Abort.ABORT_REQUEST:
+            if turn.abort_after == 0 and not hangs_up:
                 # Before the first token: the request may still wait in the server's queue.
-                _abort_request(url, request_id)
+                _abort_request(url, dialect, request_id)
             response = connection.getresponse()
             if response.status != 200:
                 raise RequestError(f"status {response.status}: {response.read(500)!r}")
             events = http_client.stream_events(response)
             _read_events(islice(events, turn.abort_after))
-            if turn.abort is Abort.DISCONNECT:
+            if hangs_up:
                 return  # leaving the block hangs up
             if turn.abort_after > 0:
-                _abort_request(url, request_id)
+                _abort_request(url, dialect, request_id)
             _read_events(events)  # the server ends the stream
     except (OSError, HTTPException) as error:
         raise RequestError(f"no answer: {error!r}") from error
@@ -322,38 +334,12 @@ def _read_events(events: Iterable[dict[str, Any]]) -> None:
             raise RequestError(f"error in the stream: {event['error']}")
 
 
-def _abort_request(url: str, request_id: str) -> None:
-    status, text = http_client.post(
-        url, "/abort_request", {"rid": request_id}, timeout=REQUEST_TIMEOUT_SECONDS
-    )
+def _abort_request(url: str, dialect: Dialect, request_id: str) -> None:
+    assert dialect.abort is not None
+    path, payload = dialect.abort(request_id)
+    status, text = http_client.post(url, path, payload, timeout=REQUEST_TIMEOUT_SECONDS)
     if status != 200:
-        raise RequestError(f"/abort_request: status {status}: {text[:500]}")
-
-
-def _payload(
-    prompt: Sequence[int], *, max_new_tokens: int, request_id: str | None
-) -> dict[str, Any]:
-    payload: dict[str, Any] = {
-        "input_ids": list(prompt),
-        "sampling_params": {
-            "max_new_tokens": max_new_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        },
-    }
-    if request_id is not None:
-        payload["rid"] = request_id
-    return payload
-
-
-def _completion(answer: dict[str, Any]) -> Completion:
-    meta = answer["meta_info"]
-    return Completion(
-        output=tuple(answer["output_ids"]),
-        prompt_tokens=meta["prompt_tokens"],
-        cached_tokens=meta["cached_tokens"],
-        aborted=meta["finish_reason"]["type"] == "abort",
-    )
+        raise RequestError(f"{path}: status {status}: {text[:500]}")
 
 
 def _system_prompt(spec: TrafficSpec, number: int) -> Tokens:

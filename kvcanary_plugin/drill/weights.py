@@ -43,7 +43,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     hidden = config["hidden_size"]
     inner = config["intermediate_size"]
     vocabulary = config["vocab_size"]
-    is_gemma = config["model_type"] == "gemma2"
+    is_gemma = _is_gemma(config)
 
     layer = {f"self_attn.{name}": shape for name, shape in _attention_shapes(config).items()}
     layer |= {
@@ -66,6 +66,10 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     for number in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def _is_gemma(config: Mapping[str, Any]) -> bool:
+    return str(config["model_type"]).startswith("gemma")
 
 
 def _attention_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -97,13 +101,15 @@ def _attention_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
             "k_proj.bias": (key_value,),
             "v_proj.bias": (key_value,),
         }
+    if config["model_type"] == "gemma3_text":
+        shapes |= {"q_norm.weight": (head_dim,), "k_norm.weight": (head_dim,)}
     return shapes
 
 
 def _values(name: str, shape: Shape, config: Mapping[str, Any]) -> npt.NDArray[np.float32]:
     if name.endswith("norm.weight"):
         # Gemma stores what a norm's scale has above 1.
-        scale = 0.0 if config["model_type"] == "gemma2" else 1.0
+        scale = 0.0 if _is_gemma(config) else 1.0
         return np.full(shape, scale, np.float32)
     # A seed for each name: a model with more layers begins like one with fewer.
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
@@ -111,7 +117,7 @@ def _values(name: str, shape: Shape, config: Mapping[str, Any]) -> npt.NDArray[n
         return values * np.float32(_BIAS_SIZE)
     if name == "model.embed_tokens.weight":
         # Gemma scales what it looks up by the square root of the hidden size.
-        scale = shape[1] ** 0.5 if config["model_type"] == "gemma2" else 1.0
+        scale = shape[1] ** 0.5 if _is_gemma(config) else 1.0
         return values * np.float32(_EMBEDDING_SIZE / scale)
     gain = _QUERY_GAIN if name.endswith("q_proj.weight") else 1.0
     return values * np.float32(gain / shape[1] ** 0.5)

@@ -1,0 +1,140 @@
+"""Starts and stops a real vLLM server on this machine's CPU: every flag it gets stands here.
+
+The server runs in the environment of this interpreter, which must have vLLM (``make venv-vllm``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+from kvcanary_plugin.drill.dialect import VLLM
+from kvcanary_plugin.drill.server import (
+    CHUNKED_PREFILL_SIZE,
+    CONTEXT_LENGTH,
+    MAX_RUNNING_REQUESTS,
+    EngineServer,
+)
+
+MODELS: Final = ("vllm-gemma3", "vllm-llama")
+BLOCK_SIZE: Final = 32  # the CPU backend wants multiples of it
+
+# Room for one request of full length and a few others.
+_BLOCKS: Final = 96
+
+_ENGINE_FLAGS: Final = (
+    "--skip-tokenizer-init",
+    *("--served-model-name", "tiny"),
+    # The CPU backend interleaves bfloat16 K/V for AMX tiles, and no source describes that.
+    *("--dtype", "float32"),
+    "--enforce-eager",
+    *("--max-model-len", str(CONTEXT_LENGTH)),
+    *("--max-num-seqs", str(MAX_RUNNING_REQUESTS)),
+    *("--max-num-batched-tokens", str(CHUNKED_PREFILL_SIZE)),
+    *("--block-size", str(BLOCK_SIZE)),
+    *("--kv-cache-memory-bytes", "64M"),
+    *("--num-gpu-blocks-override", str(_BLOCKS)),
+    "--enable-prompt-tokens-details",
+)
+_ENGINE_ENV: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The drill forgets cached prefixes over HTTP.
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+# vLLM loads only the plugins named here; this name is nobody's.
+_NO_PLUGIN_ENV: Final = {"VLLM_PLUGINS": "none"}
+# Where `make venv-vllm` puts the Triton that the V2 runner needs, apart from what V1 imports.
+_TRITON_DIRECTORY: Final = Path(sys.prefix) / "triton-interpreter"
+
+RunnerKind = Literal["v1", "v2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMServerSpec:
+    """What to start. Hashable: equal specs may share a server.
+
+    Fields:
+        model: one of :data:`MODELS`.
+        runner: which of vLLM's model runners; v2 runs its kernels in Triton's interpreter.
+        flags: further ``vllm serve`` flags; they win over the common ones.
+        env: further environment variables as (name, value) pairs.
+        kvcanary_config: file handed over as ``--kvcanary-config``.
+        plugin: whether the server loads the kvcanary plugin at all.
+    """
+
+    model: str = "vllm-llama"
+    runner: RunnerKind = "v1"
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    kvcanary_config: Path | None = None
+    plugin: bool = True
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(
+                f"kvcanary: model ... got {self.model!r}; allowed {', '.join(MODELS)}; "
+                f"do name one of them"
+            )
+        if self.kvcanary_config is not None and not self.plugin:
+            raise ValueError(
+                "kvcanary: plugin ... got False with a kvcanary_config; allowed True; "
+                "do leave the config out to measure without the plugin"
+            )
+
+    def command(self, *, model_path: Path, host: str, port: int) -> list[str]:
+        """The command line of the server; ``model_path`` as ``write_model`` makes it."""
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)]
+        command += ["--host", host, "--port", str(port), *_ENGINE_FLAGS]
+        if self.kvcanary_config is not None:
+            command += ["--kvcanary-config", str(self.kvcanary_config)]
+        return [*command, *self.flags]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the server: this process's own with what the spec adds."""
+        environment = dict(os.environ)
+        # Another server's metrics directory must not become this one's.
+        environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        environment |= _ENGINE_ENV
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if self.runner == "v2" else "0"
+        if self.runner == "v2":
+            path = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join(
+                [str(_TRITON_DIRECTORY), *([path] if path else [])]
+            )
+            environment["TRITON_INTERPRET"] = "1"
+        if not self.plugin:
+            environment |= _NO_PLUGIN_ENV
+        return environment | dict(self.env)
+
+
+# Configurations that are known to run on a CPU.
+PRESETS: Final[Mapping[str, VLLMServerSpec]] = MappingProxyType(
+    {
+        "llama": VLLMServerSpec(),
+        "gemma3": VLLMServerSpec(model="vllm-gemma3"),
+        "small-pool": VLLMServerSpec(flags=("--num-gpu-blocks-override", "66")),
+        "ngram": VLLMServerSpec(
+            flags=(
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
+            )
+        ),
+        "v2-llama": VLLMServerSpec(runner="v2"),
+        "v2-gemma3": VLLMServerSpec(runner="v2", model="vllm-gemma3"),
+        "two-api-servers": VLLMServerSpec(flags=("--api-server-count", "2")),
+    }
+)
+
+
+class VLLMServer(EngineServer):
+    """A running vLLM server."""
+
+    dialect = VLLM
+    ready_path = "/health"
