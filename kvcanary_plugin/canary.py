@@ -16,6 +16,7 @@ from kvcanary_plugin import __version__
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.config import CanaryConfig, ConfigWatcher
 from kvcanary_plugin.drain import CounterReading, Drain, GroupCounters
+from kvcanary_plugin.evidence import EvidenceCollector
 from kvcanary_plugin.faults import FaultInjector
 from kvcanary_plugin.forward import ForwardStep
 from kvcanary_plugin.guard import GroupGuard
@@ -167,6 +168,17 @@ class Canary:
             metrics=self.metrics,
             policy=self._policy,
             names=self.names,
+            evidence=(
+                EvidenceCollector(
+                    guards=guards,
+                    recorder=self.monitor.recorder,
+                    config=lambda monitor=self.monitor: monitor.config,  # type: ignore[misc]
+                    names=self.names,
+                )
+                if self.monitor is not None
+                else None
+            ),
+            engine=rank_name,
             report_files=(
                 ReportFiles(
                     config.report.directory, max_bytes=config.report.max_bytes, name=rank_name
@@ -175,9 +187,7 @@ class Canary:
                 else None
             ),
             watcher=(
-                ConfigWatcher(
-                    config_path, config, os.environ, on_result=self.metrics.config_reload
-                )
+                ConfigWatcher(config_path, config, os.environ, on_result=self.metrics.config_reload)
                 if config_path is not None
                 else None
             ),
@@ -195,8 +205,11 @@ class Canary:
 
     def _on_error(self, where: ErrorPlace, error: BaseException) -> None:
         self.metrics.internal_error(where)
-        logger.error("kvcanary: blind from now on: %s failed", where, exc_info=error)
         assert self.monitor is not None
+        if self.monitor.blind_because is None:
+            logger.error("kvcanary: %s failed, the checks go on", where, exc_info=error)
+            return
+        logger.error("kvcanary: blind from now on: %s failed", where, exc_info=error)
         for guard in self.monitor.guards:
             self.metrics.group_state(guard.group.name, "blind")
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcanary_plugin.checks import labels_of
 from kvcanary_plugin.config import CanaryConfig, ConfigWatcher
+from kvcanary_plugin.evidence import EvidenceCollector
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
 from kvcanary_plugin.kernels.consts import ViolationField
 from kvcanary_plugin.metrics import (
@@ -28,13 +29,13 @@ from kvcanary_plugin.metrics import (
     ErrorPlace,
 )
 from kvcanary_plugin.report_files import ReportFiles
+from kvcanary_plugin.reporting import Reporter
 from kvcanary_plugin.ring import RingReader, Rows
 from kvcanary_plugin.violations import (
     KVCanaryViolationError,
     RequestNames,
     Violation,
     ViolationPolicy,
-    describe,
     phase_and_group,
 )
 
@@ -70,32 +71,6 @@ class GroupCounters:
     read: Callable[[], CounterReading]
 
 
-class LogLimit:
-    """At most so many log reports a minute, in windows of one minute.
-
-    Args:
-        max_per_minute: reports a window.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, max_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_per_minute = max_per_minute
-        self._clock = clock
-        self._window_end = clock() + 60.0
-        self._used = 0
-
-    def allows_one(self) -> bool:
-        """Whether one more report may be logged now; counts it if so."""
-        now = self._clock()
-        if now >= self._window_end:
-            self._window_end = now + 60.0
-            self._used = 0
-        if self._used >= self.max_per_minute:
-            return False
-        self._used += 1
-        return True
-
-
 class Drain:
     """Polls rings and counters on a thread of its own, and whenever ``flush`` is called.
 
@@ -111,10 +86,13 @@ class Drain:
         policy: what a violation does.
         names: request ids by uid.
         report_files: where reports go beside the log, if anywhere.
+        evidence: what incident reports are made from, if anything.
+        engine: engine and ranks, for the reports.
         watcher: looked at once a poll; None when there is no file to watch.
         forward_counts: cumulative forwards by (kind, result), counted by the monitor.
         on_config: called on the draining thread with new settings, after the drain took them over.
-        wall_clock: Unix seconds, for the heartbeat.
+        clock: seconds, monotonic.
+        wall_clock: Unix seconds, for the heartbeat and the reports.
     """
 
     def __init__(
@@ -128,9 +106,12 @@ class Drain:
         policy: ViolationPolicy,
         names: RequestNames,
         report_files: ReportFiles | None = None,
+        evidence: EvidenceCollector | None = None,
+        engine: str = "",
         watcher: ConfigWatcher | None = None,
         forward_counts: Mapping[tuple[ForwardKind, ForwardResult], int] | None = None,
         on_config: Callable[[CanaryConfig], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._rings = tuple(rings)
@@ -146,9 +127,18 @@ class Drain:
         self._on_config = on_config
         self._wall_clock = wall_clock
         self._interval_seconds = config.drain.interval_seconds
-        self._every_row = config.report.every_row
-        self._log_limit = LogLimit(config.log.max_reports_per_minute)
-        self._not_logged = 0
+        self._reporter = Reporter(
+            config=config,
+            groups=groups,
+            names=names,
+            metrics=metrics,
+            counted_errors=self._counted_errors,
+            engine=engine,
+            evidence=evidence,
+            report_files=report_files,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
         self._last_reading = {source.group: CounterReading() for source in self._counters}
         self._known_errors: set[str] = set()
         self._lock = threading.RLock()
@@ -180,6 +170,8 @@ class Drain:
         with self._lock:
             self._thread = None
             self.flush()
+            with self._counted_errors("report"):
+                self._reporter.sum_up(at_the_end=True)
             if self._report_files is not None:
                 self._report_files.close()
 
@@ -193,6 +185,8 @@ class Drain:
             for ring in self._rings:
                 with self._counted_errors("drain"):
                     self._poll_ring(ring)
+            with self._counted_errors("report"):
+                self._reporter.sum_up()
             with self._counted_errors("counters"):
                 self._poll_counters()
                 self._poll_forward_counts()
@@ -220,7 +214,7 @@ class Drain:
         if config is None:
             return
         self._policy.apply(config)
-        self._log_limit.max_per_minute = config.log.max_reports_per_minute
+        self._reporter.apply(config)
         self._metrics.settings(config)
         if self._on_config is not None:
             self._on_config(config)
@@ -236,7 +230,7 @@ class Drain:
         if len(rows) == 0:
             return
         self._policy.act_on(rows, self._decode)
-        self._report(rows)
+        self._reporter.report(rows)
 
     def _count(self, rows: Rows) -> Rows:
         """Counts rows by check, group and phase; returns those that mean something.
@@ -253,35 +247,6 @@ class Drain:
                     self._metrics.violations(check, group, phase, int(counts[index]))
                 readable[index] = True
         return rows[readable[which.reshape(-1)]]
-
-    def _report(self, rows: Rows) -> None:
-        """Logs the first row of each request and launch; the files get these, or every row."""
-        columns = rows[:, [ViolationField.KERNEL_KIND, ViolationField.REQUEST_UID]]
-        _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
-        for index, count in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
-            if self._log_limit.allows_one():
-                self._log(self._decode(rows[index]), count - 1)
-            else:
-                self._not_logged += 1
-        if self._report_files is not None:
-            chosen = rows if self._every_row else rows[np.sort(first)]
-            with self._counted_errors("report"):
-                self._report_files.append(self._as_reports(chosen))
-
-    def _log(self, violation: Violation, more_rows: int) -> None:
-        text = describe(violation, include_tokens=self._policy.include_tokens)
-        if more_rows:
-            text += f" {more_rows} more rows of this request in the same poll."
-        if self._not_logged:
-            text += f" {self._not_logged} reports before this one were left out of the log."
-            self._not_logged = 0
-        logger.error("kvcanary: %s", text)
-
-    def _as_reports(self, rows: Rows) -> Iterator[dict[str, object]]:
-        now = self._wall_clock()
-        include_tokens = self._policy.include_tokens
-        for row in rows:
-            yield {"time": now, **self._decode(row).as_dict(include_tokens=include_tokens)}
 
     def _decode(self, row: Rows) -> Violation:
         return Violation.from_row(row, self._groups, self._names)

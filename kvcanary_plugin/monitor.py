@@ -29,8 +29,10 @@ from kvcanary_plugin.kernels import (
     launch_canary_table_verify_kernel,
     launch_canary_write_kernel,
 )
+from kvcanary_plugin.kernels.consts import EventKind
 from kvcanary_plugin.metrics import ErrorPlace
 from kvcanary_plugin.oracle import TokenHistory
+from kvcanary_plugin.recorder import FlightRecorder
 from kvcanary_plugin.violations import KVCanaryViolationError
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class CanaryMonitor:
             )
         )
         self.history = self._make_history(groups[0]) if self._needs_history(config) else None
+        self.recorder = FlightRecorder(config.recorder.forwards)
         self.blind_because: str | None = None
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self._prefix_hasher = PrefixHasher()
@@ -100,6 +103,7 @@ class CanaryMonitor:
             return
         with self.guard_errors("launch"):
             self._result = ForwardResult.CHECKED
+            self._record(step)
             expected = self._expected_inputs(step)
             prefix_hashes = self._prefix_hashes(step)
             for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
@@ -136,12 +140,16 @@ class CanaryMonitor:
         if self.blind_because is None:
             with self.guard_errors("lifecycle"):
                 self.guards[index].slot_records.copy(source, destination)
+                self.recorder.record_event(
+                    EventKind.MOVE, group=index, slots=destination, sources=source
+                )
 
     def forget_slots(self, index: int, slots: torch.Tensor) -> None:
         """The engine has cleared the K/V of ``slots`` (int64 [n]): nobody has written them."""
         if self.blind_because is None:
             with self.guard_errors("lifecycle"):
                 self.guards[index].slot_records.forget(slots)
+                self.recorder.record_event(EventKind.RESET, group=index, slots=slots)
 
     def forget_everything(self) -> None:
         """The engine has dropped all K/V (after its warm-up, or when it wakes up)."""
@@ -149,6 +157,7 @@ class CanaryMonitor:
             with self.guard_errors("lifecycle"):
                 for guard in self.guards:
                     guard.slot_records.forget(slice(None))
+                    self.recorder.record_event(EventKind.RESET, group=guard.index, slots=None)
 
     def reconfigure(self, config: CanaryConfig) -> None:
         """Take over settings that may change while the engine serves."""
@@ -157,7 +166,20 @@ class CanaryMonitor:
             self.history = self._make_history(self.guards[0].group)
         self._config = config
 
+    @property
+    def config(self) -> CanaryConfig:
+        """The settings in force."""
+        return self._config
+
     # --- the steps ------------------------------------------------------------------------------
+
+    def _record(self, step: ForwardStep) -> None:
+        """Keep the step for reports; what fails here costs reports and no check."""
+        try:
+            self.recorder.record(step)
+        except Exception as error:
+            self.recorder.stop()
+            self._on_error("recorder", error)
 
     def _apply_lifecycle_events(
         self,

@@ -1,4 +1,4 @@
-"""Report files: JSON lines in one directory of limited size."""
+"""Report files: JSON lines in one directory of limited size, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReportFiles:
     Several processes may share the directory; the limit counts the files of all of them.
 
     Args:
-        directory: created if it is not there.
+        directory: created if it is not there, for its owner only.
         max_bytes: limit over all report files in the directory.
         name: part of the file names that tells this process apart (engine and ranks).
 
@@ -30,7 +30,7 @@ class ReportFiles:
 
     def __init__(self, directory: Path, *, max_bytes: int, name: str) -> None:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             writable = os.access(directory, os.W_OK | os.X_OK)
         except OSError as error:
             raise ValueError(
@@ -47,6 +47,11 @@ class ReportFiles:
         self._file_bytes = max_bytes // _FILES_AT_LIMIT
         self._name = name
         self._file: TextIO | None = None
+
+    @property
+    def max_line_bytes(self) -> int:
+        """A longer line would not fit into a file, and would push the directory over its limit."""
+        return self._file_bytes
 
     def append(self, reports: Iterable[dict[str, Any]]) -> None:
         """Writes each report as one line; OSError when the disk refuses."""
@@ -70,7 +75,8 @@ class ReportFiles:
         self._remove_oldest()
         stamp = f"{time.time_ns():020d}"
         path = self._directory / f"kvcanary-{self._name}-{os.getpid()}-{stamp}.jsonl"
-        self._file = path.open("a", encoding="utf-8")
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 
     def _remove_oldest(self) -> None:
         """Makes room for one whole file below the limit."""

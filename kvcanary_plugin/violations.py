@@ -146,11 +146,12 @@ class Violation:
         )
 
     def as_dict(self, *, include_tokens: bool) -> dict[str, Any]:
-        """Fields for a report file; token ids only when allowed."""
+        """Fields for a report file; token ids, and hashes that tell of them, only when allowed."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         fields["checks"] = list(self.checks)
         if not include_tokens:
-            del fields["stored_token"], fields["expected_token"]
+            for name in ("stored_token", "expected_token", "stored_hash", "expected_hash"):
+                del fields[name]
         return fields
 
 
@@ -194,9 +195,9 @@ def describe(violation: Violation, *, include_tokens: bool = False) -> str:
         details.append(f"slot state {v.slot_state}")
     if v.batch_row is not None:
         details.append(f"batch row {v.batch_row}")
-    if v.expected_hash is not None and v.expected_hash != v.stored_hash:
-        details.append(f"chain hash {v.stored_hash}, expected {v.expected_hash}")
     if include_tokens:
+        if v.expected_hash is not None and v.expected_hash != v.stored_hash:
+            details.append(f"chain hash {v.stored_hash}, expected {v.expected_hash}")
         expected = "" if v.expected_token is None else f", expected {v.expected_token}"
         details.append(f"token {v.stored_token}{expected}")
     lines.append(f"Known: {'; '.join(details)}.")

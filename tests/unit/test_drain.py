@@ -20,11 +20,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvcanary_plugin.config import ConfigWatcher, load_config
-from kvcanary_plugin.drain import CounterReading, Drain, GroupCounters, LogLimit
+from kvcanary_plugin.drain import CounterReading, Drain, GroupCounters
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
+from kvcanary_plugin.incidents import MAX_OPEN, QUIET_SECONDS
 from kvcanary_plugin.kernels.consts import FailReason, LaunchTag
 from kvcanary_plugin.metrics import CanaryMetrics, RankLabels
 from kvcanary_plugin.report_files import ReportFiles
+from kvcanary_plugin.reporting import UPDATE_SECONDS, PerMinute
 from kvcanary_plugin.ring import RingReader
 from kvcanary_plugin.violations import RequestNames, ViolationPolicy
 
@@ -56,6 +58,7 @@ class Harness:
         self.policy = ViolationPolicy(self.config, self.names)
         self.reading = CounterReading()
         self.now = 1000.0
+        self.clock = 0.0
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self.configs: list[str] = []
         self.watcher = (
@@ -85,6 +88,7 @@ class Harness:
             forward_counts=self.forward_counts,
             watcher=self.watcher,
             on_config=lambda config: self.configs.append(config.mode),
+            clock=lambda: self.clock,
             wall_clock=lambda: self.now,
         )
 
@@ -211,20 +215,26 @@ def test_heartbeat_moves_only_when_a_verify_was_seen_complete(
 # --- log --------------------------------------------------------------------------------------
 
 
-def test_one_report_per_request_and_launch_says_how_many_rows_follow(
-    make_drain: Callable[..., Harness], caplog: pytest.LogCaptureFixture
+def test_one_log_line_per_incident_says_how_many_rows_go_back_to_it(
+    make_drain: Callable[..., Harness],
+    caplog: pytest.LogCaptureFixture,
+    sample: Callable[..., float],
 ) -> None:
     harness = make_drain()
     for slot in range(100, 110):
-        harness.writer.put(slot=slot)
-    harness.writer.put(slot=500, request_uid=6)
+        harness.writer.put(slot=slot, position=slot, expected_position=slot)
+    harness.writer.put(slot=500, request_uid=7, writer_uid=8)
     harness.drain.flush()
-    texts = [record.message for record in caplog.records]
+    texts = sorted(record.message for record in caplog.records)
     assert len(texts) == 2
-    assert "slot 100 " in texts[0]
-    assert "9 more rows of this request" in texts[0]
-    assert "slot 500 " in texts[1]
-    assert "more rows" not in texts[1]
+    about = {text: "slot 100:" in text for text in texts}
+    assert sorted(about.values()) == [False, True]
+    for text, is_first in about.items():
+        assert ("9 more rows go back to it" in text) == is_first
+        assert ("slot 500:" in text) != is_first
+    assert sample("kvcanary_incidents_total") == 2
+    chain = {"check": "chain", "group": "full", "phase": "verify"}
+    assert sample("kvcanary_violations_total", **chain) == 11, "counters count rows"
 
 
 def test_log_is_limited_and_says_how_much_it_left_out(
@@ -233,19 +243,36 @@ def test_log_is_limited_and_says_how_much_it_left_out(
     sample: Callable[..., float],
 ) -> None:
     harness = make_drain(environ={"LOG__MAX_REPORTS_PER_MINUTE": "2"})
-    clock = [0.0]
-    harness.drain._log_limit = LogLimit(2, clock=lambda: clock[0])
-    for _ in range(5):
-        harness.writer.put()
+    for slot in range(5):
+        harness.writer.put(slot=slot, request_uid=100 + slot)
         harness.drain.flush()
     assert len(caplog.records) == 2
-    clock[0] = 60.0
-    harness.writer.put()
+    harness.clock = 60.0
+    harness.writer.put(slot=9, request_uid=109)
+    harness.drain.flush()
+    assert "3 incidents before this one were left out" in caplog.text
+    assert sample("kvcanary_incidents_total") == 6, "the limit is the log's alone"
+
+
+def test_incident_that_goes_on_is_summed_up_once_a_minute_and_at_its_end(
+    make_drain: Callable[..., Harness], caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = make_drain()
+    for step in range(100):
+        harness.writer.put(step=step)
+        harness.drain.flush()
+    assert len(caplog.records) == 1
+    harness.clock = UPDATE_SECONDS
+    harness.writer.put(step=200)
+    harness.drain.flush()
+    assert len(caplog.records) == 2
+    assert "goes on: 101 rows so far in steps 0 to 200, 1 requests hit" in caplog.text
+    harness.writer.put(step=201)
+    harness.drain.flush()
+    harness.clock += QUIET_SECONDS
     harness.drain.flush()
     assert len(caplog.records) == 3
-    assert "3 reports before this one were left out" in caplog.records[-1].message
-    chain = {"check": "chain", "group": "full", "phase": "verify"}
-    assert sample("kvcanary_violations_total", **chain) == 6, "the limit is the log's alone"
+    assert "is over: 102 rows" in caplog.text
 
 
 def test_tokens_are_logged_only_when_allowed(
@@ -260,18 +287,40 @@ def test_tokens_are_logged_only_when_allowed(
 # --- report files -----------------------------------------------------------------------------
 
 
-def test_report_file_gets_the_first_row_of_each_request(
+def test_report_file_gets_one_line_per_incident_and_one_when_it_ends(
     make_drain: Callable[..., Harness], tmp_path: Path
 ) -> None:
     harness = make_drain(report_directory=tmp_path)
     for slot in (1, 2, 3):
         harness.writer.put(slot=slot)
     harness.drain.flush()
-    (report,) = reports(tmp_path)
-    assert report["slot"] == 1
-    assert report["time"] == 1000.0
-    assert (report["request_id"], report["writer_id"]) == ("req-A", "req-B")
-    assert "stored_token" not in report
+    harness.writer.put(slot=4, step=1050)
+    harness.drain.flush()
+    (line,) = reports(tmp_path)
+    assert (line["type"], line["schema"], line["time"], line["rows"]) == ("incident", 1, 1000.0, 3)
+    root = line["root"]
+    assert root["slot"] == 1
+    assert (root["request_id"], root["writer_id"]) == ("req-A", "req-B")
+    assert "req-A" in line["cause"]
+    assert line["tokens_are_hashed"]
+    harness.drain.stop()
+    incident, end = reports(tmp_path)
+    assert (end["type"], end["id"], end["rows"]) == ("incident_end", incident["id"], 4)
+    assert (end["first_step"], end["last_step"]) == (1043, 1050)
+    assert (end["checks"], end["request_ids"]) == ({"chain": 4}, ["req-A"])
+
+
+def test_neither_tokens_nor_hashes_that_give_them_away_are_reported(
+    make_drain: Callable[..., Harness], tmp_path: Path
+) -> None:
+    harness = make_drain(report_directory=tmp_path, environ={"REPORT__EVERY_ROW": "true"})
+    harness.writer.put(stored_chain_hash=777_000_777, expected_aux=888_000_888)
+    harness.drain.stop()
+    text = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert '"type": "row"' in text
+    for secret in (31337, 42424, 777_000_777, 888_000_888):
+        assert str(secret) not in text
+        assert f"{secret:x}" not in text
 
 
 def test_report_file_gets_every_row_and_tokens_when_asked(
@@ -284,8 +333,11 @@ def test_report_file_gets_every_row_and_tokens_when_asked(
     for slot in (1, 2, 3):
         harness.writer.put(slot=slot)
     harness.drain.flush()
-    assert [report["slot"] for report in reports(tmp_path)] == [1, 2, 3]
-    assert reports(tmp_path)[0]["stored_token"] == 31337
+    rows = [report for report in reports(tmp_path) if report["type"] == "row"]
+    assert [row["slot"] for row in rows] == [1, 2, 3]
+    assert rows[0]["stored_token"] == 31337
+    (incident,) = [report for report in reports(tmp_path) if report["type"] == "incident"]
+    assert incident["root"]["stored_token"] == 31337
 
 
 # --- modes ------------------------------------------------------------------------------------
@@ -336,7 +388,7 @@ def test_new_settings_reach_policy_log_metrics_and_monitor(
     path.write_text("mode: raise\nlog: {max_reports_per_minute: 7}\n")
     harness.drain.flush()
     assert harness.policy.stops_the_engine
-    assert harness.drain._log_limit.max_per_minute == 7
+    assert harness.drain._reporter._log_limit.limit == 7
     assert harness.configs == ["raise"]
     assert sample("kvcanary_mode", mode="raise") == 1
     assert sample("kvcanary_mode", mode="log") == 0
@@ -552,7 +604,7 @@ def test_process_that_just_ends_still_writes_its_last_reports(tmp_path: Path) ->
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert len(reports(tmp_path)) == 1
+    assert [report["type"] for report in reports(tmp_path)] == ["incident", "incident_end"]
 
 
 # --- a burst ----------------------------------------------------------------------------------
@@ -570,6 +622,8 @@ def test_full_ring_of_violations_is_counted_without_decoding_each_row(
     writer.ring[:] = writer.ring[0]
     writer.ring[:, 15] = 1 + writer.ring.new_tensor(range(16384))
     writer.ring[:, 9] = writer.ring.new_tensor(range(16384))
+    writer.ring[:, 1] = writer.ring.new_tensor(range(16384))
+    writer.ring[:, 10] = -1
     harness = Harness(writer, registry)
     with caplog.at_level(logging.ERROR):
         started = time.thread_time()
@@ -579,12 +633,13 @@ def test_full_ring_of_violations_is_counted_without_decoding_each_row(
     chain = {"check": "chain", "group": "full", "phase": "verify"}
     assert sample("kvcanary_violations_total", **chain) == 16384
     assert len(caplog.records) == harness.config.log.max_reports_per_minute
+    assert sample("kvcanary_incidents_total") == MAX_OPEN
     assert seconds < 1.0, "a poll of a full ring takes tens of milliseconds on one core"
 
 
-def test_log_limit_opens_again_after_a_minute() -> None:
+def test_limit_per_minute_opens_again_after_a_minute() -> None:
     now = [0.0]
-    limit = LogLimit(2, clock=lambda: now[0])
+    limit = PerMinute(2, clock=lambda: now[0])
     assert [limit.allows_one() for _ in range(4)] == [True, True, False, False]
     now[0] = 59.9
     assert not limit.allows_one()

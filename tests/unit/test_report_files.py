@@ -31,6 +31,15 @@ def test_each_report_is_one_json_line(tmp_path: Path) -> None:
     assert reports_in(tmp_path / "new" / "directory") == [1, 2, 3]
 
 
+def test_files_and_directory_are_for_their_owner_only(tmp_path: Path) -> None:
+    directory = tmp_path / "reports"
+    files = ReportFiles(directory, max_bytes=LIMIT, name="x")
+    files.append([{"number": 1}])
+    (path,) = directory.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_nothing_is_created_before_the_first_report(tmp_path: Path) -> None:
     ReportFiles(tmp_path, max_bytes=LIMIT, name="x").close()
     assert list(tmp_path.iterdir()) == []
