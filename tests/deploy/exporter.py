@@ -27,7 +27,8 @@ from kvcanary_plugin.metrics import (
 )
 from tests.deploy.paths import ROOT
 
-GROUPS = ("full", "swa")
+# Slots that a step reads, by group.
+GROUPS = {"full": 800, "swa": 300}
 
 
 def main(port: int) -> None:
@@ -60,7 +61,7 @@ def make_rank(dp_rank: int) -> CanaryMetrics:
     metrics = CanaryMetrics(
         engine="sglang",
         ranks=RankLabels(dp_rank=dp_rank),
-        groups=GROUPS,
+        groups=tuple(GROUPS),
         extra_labels={"pool": "blue"},
         version="0",
         backend="cpu",
@@ -82,8 +83,8 @@ def run_traffic(ranks: list[CanaryMetrics], has_traffic: threading.Event) -> Non
             rank.forward(
                 ForwardKind.PREFILL if step % 10 == 0 else ForwardKind.DECODE, ForwardResult.CHECKED
             )
-            for group in GROUPS:
-                rank.slots(SLOTS_VERIFIED, group, 800)
+            for group, reads in GROUPS.items():
+                rank.slots(SLOTS_VERIFIED, group, reads)
                 rank.slots(SLOTS_WRITTEN, group, 16)
                 rank.slots(SLOTS_SEALED, group, 16)
                 rank.slots(SLOTS_SCRUBBED, group, 5)

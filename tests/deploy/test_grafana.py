@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from tests.deploy.dashboard import PanelQuery, iter_queries, load_dashboard
 from tests.deploy.exporter import Exporter
 from tests.deploy.paths import DEPLOY, load_rules
 from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, free_port, is_installed
+from tests.deploy.render_dashboard import draw
 
 QUERIES = tuple(iter_queries())
 
@@ -53,6 +55,12 @@ def test_the_violation_shows(busy_prometheus: Prometheus) -> None:
     assert busy_prometheus.query(by_title["New violations (15 min)"])[0].value >= 1
     (row,) = busy_prometheus.query(by_title["Violations since the start"])
     assert row.labels["check"] == "chain"
+
+
+def test_the_figure_of_the_docs_can_be_drawn(busy_prometheus: Prometheus, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    draw(busy_prometheus, tmp_path / "images" / "dashboard.png")
+    assert (tmp_path / "images" / "dashboard.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_metric_is_on_the_dashboard_and_nothing_else() -> None:
