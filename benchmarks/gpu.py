@@ -4,7 +4,7 @@
 
 Times are medians of 20 replays of a CUDA graph, per launch; inputs rotate among several copies
 where one copy would stay in the L2 cache. Host times are wall-clock times of the Python launchers.
-With ``--sglang-kernels`` the kernels of SGLang's built-in canary run beside ours in the same process.
+With ``--sglang-kernels`` the kernels of SGLang's canary run beside ours in the same process.
 Writes ``gpu.md`` and ``gpu.json`` to DIR and prints the table.
 """
 
