@@ -230,6 +230,9 @@ class CanaryMetrics:
             if registry is None and directory is not None
             else self._in_registry(all_series)
         )
+        for metric, labels in all_series:
+            if metric.kind == "gauge":  # in multiprocess mode one that was never set is not shown
+                self._child(metric.name, *labels).set(0)
         self._child(BUILD_INFO, version, backend).set(1)
 
     def _all_series(self, version: str, backend: str) -> list[tuple[Metric, tuple[str, ...]]]:

@@ -341,6 +341,7 @@ def test_multiprocess_mode_shows_all_ranks_without_a_pid_label(tmp_path: Path) -
         assert value("kvcanary_last_check_timestamp_seconds", tp) == 100 + rank
         assert value("kvcanary_mode", 'mode="log"', tp) == 1
         assert value("kvcanary_incidents_total", tp) == 0
+        assert value("kvcanary_external_slots", tp) == 0, "a gauge that was never set"
 
 
 def test_multiprocess_mode_serves_on_the_own_port(tmp_path: Path) -> None:
