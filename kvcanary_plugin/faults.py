@@ -139,6 +139,8 @@ class FaultInjector:
         plants_in_inputs = request.fault in _INPUT_FAULTS
         lens = step.extend_lens if plants_in_inputs else step.prefix_lens
         minimum = _MINIMUM_CHUNK if plants_in_inputs else _MINIMUM_PREFIX
+        if request.fault == "swap_table":
+            minimum += guard.group.page_size  # two pages of the prefix
         uids = step.request_uids
         candidates = torch.nonzero((lens >= minimum) & (uids >= 0)).flatten()
         if request.fault == "drop_write":
@@ -188,12 +190,12 @@ def _flip_kv(target: _Target) -> None:
 
 
 def _swap_table(target: _Target) -> None:
-    """Exchange two neighbouring entries of the request's row in the page table."""
+    """Exchange the slot's entry in the request's row of the page table with the one before it."""
     group = target.guard.group
     row = int(target.step.request_rows[target.batch_row])
     column = target.position // group.page_size
-    pair = group.page_table[row, column : column + 2].clone()
-    group.page_table[row, column : column + 2] = pair.flip(0)
+    pair = group.page_table[row, column - 1 : column + 1].clone()
+    group.page_table[row, column - 1 : column + 1] = pair.flip(0)
 
 
 def _rewrite_record(target: _Target) -> None:
