@@ -12,6 +12,12 @@ MASK = 2**64 - 1
 ANCHOR = 0xC0FFEE1234567890
 GOLDEN = 0x9E3779B97F4A7C15
 FREE, ALLOCATED, WRITTEN, SEALED, EXTERNAL = range(5)
+# The columns of a violation row before its sequence.
+ROW = (
+    *("kind", "slot", "position", "stored_token", "expected_token", "stored_chain"),
+    *("expected_aux", "bits", "step", "uid", "writer", "writer_step"),
+    *("batch_row", "state", "expected_position"),
+)
 
 
 def signed(value: int) -> int:
@@ -86,15 +92,14 @@ class World:
         return self.has_table and self.step != -1 and self.slots[slot].writer_step == self.step
 
     def row(self, slot: int, bits: int, **columns: int) -> None:
-        order = ["kind", "slot", "position", "stored_token", "expected_token", "stored_chain", "expected_aux", "bits", "step", "uid", "writer", "writer_step", "batch_row", "state", "expected_position"]
-        values = dict.fromkeys(order, -1)
+        values = dict.fromkeys(ROW, -1)
         values |= {"kind": self.kernel_kind, "slot": slot, "bits": bits, "step": self.step}
         if self.has_table and self.inside(slot):
             about = self.slots[slot]
             values |= {"writer": about.writer, "writer_step": about.writer_step}
             values["state"] = about.state
         values |= columns
-        self.rows.append([values[name] for name in order])
+        self.rows.append([values[name] for name in ROW])
 
 
 # ---- write ---------------------------------------------------------------------------------------
