@@ -32,7 +32,7 @@ from kvcanary_plugin.kernels.hashes import (
     splitmix64,
     splitmix64_mix3,
 )
-from kvcanary_plugin.kernels.inputs import TableReads, VerifyPlan, WritePlan
+from kvcanary_plugin.kernels.inputs import TableReads, TableSnapshot, VerifyPlan, WritePlan
 from kvcanary_plugin.kernels.lifecycle import launch_canary_prepare_kernel
 from kvcanary_plugin.kernels.lifecycle_ref import launch_canary_prepare_kernel_torch_reference
 from kvcanary_plugin.kernels.plan import launch_canary_plan_kernels, translate_out_cache_loc
@@ -40,10 +40,23 @@ from kvcanary_plugin.kernels.plan_ref import (
     launch_canary_plan_kernels_torch_reference,
     translate_out_cache_loc_torch_reference,
 )
-from kvcanary_plugin.kernels.scrub import launch_canary_scrub_kernel, launch_canary_seal_kernel
+from kvcanary_plugin.kernels.scrub import (
+    launch_canary_scrub_kernel,
+    launch_canary_scrub_range_kernel,
+    launch_canary_seal_kernel,
+)
 from kvcanary_plugin.kernels.scrub_ref import (
     launch_canary_scrub_kernel_torch_reference,
+    launch_canary_scrub_range_kernel_torch_reference,
     launch_canary_seal_kernel_torch_reference,
+)
+from kvcanary_plugin.kernels.snapshot import (
+    launch_canary_compare_tables_kernel,
+    launch_canary_snapshot_kernel,
+)
+from kvcanary_plugin.kernels.snapshot_ref import (
+    launch_canary_compare_tables_kernel_torch_reference,
+    launch_canary_snapshot_kernel_torch_reference,
 )
 from kvcanary_plugin.kernels.verify import (
     launch_canary_table_verify_kernel,
@@ -70,6 +83,7 @@ __all__ = [
     "SlotState",
     "SlotTable",
     "TableReads",
+    "TableSnapshot",
     "VerifyOrWriteContext",
     "VerifyPlan",
     "ViolationField",
@@ -79,14 +93,20 @@ __all__ = [
     "build_cuda",
     "chain_hash",
     "chain_hash_reference",
+    "launch_canary_compare_tables_kernel",
+    "launch_canary_compare_tables_kernel_torch_reference",
     "launch_canary_plan_kernels",
     "launch_canary_plan_kernels_torch_reference",
     "launch_canary_prepare_kernel",
     "launch_canary_prepare_kernel_torch_reference",
     "launch_canary_scrub_kernel",
     "launch_canary_scrub_kernel_torch_reference",
+    "launch_canary_scrub_range_kernel",
+    "launch_canary_scrub_range_kernel_torch_reference",
     "launch_canary_seal_kernel",
     "launch_canary_seal_kernel_torch_reference",
+    "launch_canary_snapshot_kernel",
+    "launch_canary_snapshot_kernel_torch_reference",
     "launch_canary_table_verify_kernel",
     "launch_canary_table_verify_kernel_torch_reference",
     "launch_canary_verify_kernel",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvcanary_plugin.kernels.context import VerifyOrWriteContext
-from kvcanary_plugin.kernels.inputs import TableReads, VerifyPlan, WritePlan
+from kvcanary_plugin.kernels.inputs import TableReads, TableSnapshot, VerifyPlan, WritePlan
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -293,12 +293,7 @@ def check_plan(
     device = req_to_token.device
     check_verify_plan(verify_plan_out, device=device)
     check_write_plan(write_plan_out, device=device)
-    if verify_capacity != verify_plan_out.verify_slot_indices.numel():
-        raise refuse(
-            "verify_capacity",
-            f"equal the plan's capacity {verify_plan_out.verify_slot_indices.numel()}",
-            verify_capacity,
-        )
+    check_verify_capacity(verify_capacity, verify_plan_out)
     check_table(
         prefix="req_to_token",
         page_table=req_to_token,
@@ -331,6 +326,12 @@ def check_plan(
     if req_to_verify_expected_tokens is not None:
         check_matrix("req_to_verify_expected_tokens", req_to_verify_expected_tokens, device=device)
     check_requests_fit(req_pool_indices.numel(), write_plan_out)
+
+
+def check_verify_capacity(verify_capacity: int, plan: VerifyPlan) -> None:
+    capacity = plan.verify_slot_indices.numel()
+    if verify_capacity != capacity:
+        raise refuse("verify_capacity", f"equal the plan's capacity {capacity}", verify_capacity)
 
 
 def check_requests_fit(requests: int, plan: WritePlan) -> None:
@@ -370,6 +371,42 @@ def check_scrub(
     device = context.canary_buf.device
     check_vector("slots", slots, device=device, dtypes=(torch.int64,))
     check_vector("num_valid", num_valid, device=device, dtypes=(torch.int32,), size=1)
+
+
+def check_scrub_range(*, first_slot: int, num_slots: int) -> None:
+    check_at_least("first_slot", first_slot, 0)
+    check_at_least("num_slots", num_slots, 0)
+
+
+def _check_table_snapshot(snapshot: TableSnapshot, *, reads: TableReads) -> None:
+    device = reads.page_table.device
+    check_matrix("snapshot.entries", snapshot.entries, device=device)
+    for name, tensor in (
+        ("snapshot.rows", snapshot.rows),
+        ("snapshot.table_rows", snapshot.table_rows),
+        ("snapshot.prefix_lens", snapshot.prefix_lens),
+    ):
+        check_vector(
+            name,
+            tensor,
+            device=device,
+            dtypes=(torch.int64,),
+            size=reads.request_rows.numel(),
+            size_like="request_rows",
+        )
+
+
+def check_snapshot(*, reads: TableReads, first_request: int, snapshot_out: TableSnapshot) -> None:
+    check_reads(reads, device=reads.page_table.device)
+    check_at_least("first_request", first_request, 0)
+    _check_table_snapshot(snapshot_out, reads=reads)
+
+
+def check_compare_tables(
+    *, context: VerifyOrWriteContext, reads: TableReads, snapshot: TableSnapshot
+) -> None:
+    check_reads(reads, device=context.canary_buf.device)
+    _check_table_snapshot(snapshot, reads=reads)
 
 
 def check_translate(

@@ -187,3 +187,25 @@ class TableReads:
     token_offset: int = 0
     prefix_hashes: torch.Tensor | None = None
     prefix_hash_valid: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableSnapshot:
+    """What the page table said about the prefixes of a batch, at one moment.
+
+    An entry is a page of the table (``page_size`` positions), or, with a lookup table, the looked
+    up slot of one position. Row ``rows[r]`` of ``entries`` holds those of request ``r`` in the
+    columns of its prefix, from the window's start on; other columns hold anything.
+
+    Fields:
+        entries: int32 or int64 [kept requests, width], contiguous rows; as wide as the values that
+            the table (with a lookup table: that one) may hold.
+        rows: int64 [bs]; row of ``entries``, -1 where the request is not kept.
+        table_rows: int64 [bs]; row of the page table.
+        prefix_lens: int64 [bs].
+    """
+
+    entries: torch.Tensor
+    rows: torch.Tensor
+    table_rows: torch.Tensor
+    prefix_lens: torch.Tensor

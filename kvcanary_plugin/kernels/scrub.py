@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvcanary_plugin.kernels.arguments import check_scrub, check_seal
+from kvcanary_plugin.kernels.arguments import check_scrub, check_scrub_range, check_seal
 from kvcanary_plugin.kernels.backend import kernels_for
 from kvcanary_plugin.kernels.context import VerifyOrWriteContext
 from kvcanary_plugin.kernels.inputs import WritePlan
 from kvcanary_plugin.kernels.packing import packed
 from kvcanary_plugin.kernels.scrub_ref import (
     launch_canary_scrub_kernel_torch_reference,
+    launch_canary_scrub_range_kernel_torch_reference,
     launch_canary_seal_kernel_torch_reference,
 )
 
@@ -85,4 +86,34 @@ def launch_canary_scrub_kernel(
         kernels.canary_scrub(words.launch, slots, num_valid, step)
     except Exception:
         check_scrub(context=context, slots=slots, num_valid=num_valid)
+        raise
+
+
+def launch_canary_scrub_range_kernel(
+    *, context: VerifyOrWriteContext, first_slot: int, num_slots: int, step: int
+) -> None:
+    """:func:`launch_canary_scrub_kernel` over the slot numbers of a range instead of a list.
+
+    Covers ``[first_slot, first_slot + num_slots)`` as far as the records go. A slot that is passed
+    over costs one read of its state.
+
+    Args:
+        context: records, sources, mode, slot table, sink, counters.
+        first_slot: >= 0.
+        num_slots: >= 0.
+        step: number of the forward after which this runs.
+
+    ValueError for a negative number.
+    """
+    words = packed(context)
+    kernels = kernels_for(words.device)
+    if kernels is None:
+        launch_canary_scrub_range_kernel_torch_reference(
+            context=context, first_slot=first_slot, num_slots=num_slots, step=step
+        )
+        return
+    try:
+        kernels.canary_scrub_range(words.launch, context.canary_buf, first_slot, num_slots, step)
+    except Exception:
+        check_scrub_range(first_slot=first_slot, num_slots=num_slots)
         raise

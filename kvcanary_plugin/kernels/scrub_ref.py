@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcanary_plugin.kernels.arguments import check_scrub, check_seal
+from kvcanary_plugin.kernels.arguments import check_scrub, check_scrub_range, check_seal
 from kvcanary_plugin.kernels.consts import (
     FIELD_REAL_KV_HASH,
     FailReason,
@@ -64,10 +64,28 @@ def launch_canary_scrub_kernel_torch_reference(
     packed(context)
     check_scrub(context=context, slots=slots, num_valid=num_valid)
     context.kernel_run_counter.add_(1)
+    _scrub(context, slots[: max(0, int(num_valid.item()))], step)
+
+
+def launch_canary_scrub_range_kernel_torch_reference(
+    *, context: VerifyOrWriteContext, first_slot: int, num_slots: int, step: int
+) -> None:
+    """Reference of ``launch_canary_scrub_range_kernel``: same arguments, bytes, rows and errors."""
+    packed(context)
+    check_scrub_range(first_slot=first_slot, num_slots=num_slots)
+    context.kernel_run_counter.add_(1)
+    pool_size = context.canary_buf.shape[0]
+    begin = min(first_slot, pool_size)
+    end = min(begin + num_slots, pool_size)
+    slots = torch.arange(begin, end, dtype=torch.int64, device=context.canary_buf.device)
+    _scrub(context, slots, step)
+
+
+def _scrub(context: VerifyOrWriteContext, slots: torch.Tensor, step: int) -> None:
+    """Fold those of ``slots`` that hold sealed bytes again, and record the ones that differ."""
     if not folds_real_kv(context):
         return
-    listed = slots[: max(0, int(num_valid.item()))]
-    listed = listed[is_real_slot(context, listed)]
+    listed = slots[is_real_slot(context, slots)]
     listed = listed[has_sealed_bytes(context, listed)]
     context.slot_run_counter.add_(listed.numel())
     stored = read_records(context, listed)

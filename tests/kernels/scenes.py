@@ -14,9 +14,11 @@ from kvcanary_plugin.kernels import (
     RealKvSource,
     SlotTable,
     TableReads,
+    TableSnapshot,
     VerifyOrWriteContext,
     VerifyPlan,
     WritePlan,
+    launch_canary_snapshot_kernel_torch_reference,
     launch_canary_write_kernel,
 )
 from kvcanary_plugin.kernels.reference import fold_slots
@@ -565,6 +567,60 @@ def random_scrub(dice: Dice) -> dict[str, Any]:
         "slots": torch.tensor(slots, dtype=torch.int64),
         "num_valid": torch.tensor([dice.choice((-1, 0, 3, 1000))], dtype=torch.int32),
         "step": dice.randint(0, 6),
+    }
+
+
+def random_scrub_range(dice: Dice) -> dict[str, Any]:
+    """Arguments of a scrub launch over a range that may leave the pool."""
+    context = random_context(dice)
+    num_slots = context.canary_buf.shape[0]
+    return {
+        "context": context,
+        "first_slot": dice.choice((0, 1, dice.randint(0, num_slots), num_slots + 5, INT_MAX)),
+        "num_slots": dice.choice((0, 1, 7, num_slots, INT_MAX)),
+        "step": dice.randint(0, 6),
+    }
+
+
+def random_snapshot(dice: Dice) -> dict[str, Any]:
+    """Arguments of a snapshot launch into a snapshot filled with a pattern that must survive."""
+    reads = random_reads(dice, dice.choice((1, 17, 40)))
+    requests = reads.request_rows.numel()
+    positions = reads.page_table.shape[1] * reads.page_size
+    width = dice.choice((1, dice.randint(1, positions), positions))
+    return {
+        "reads": reads,
+        "first_request": dice.choice((0, 0, 1, requests)),
+        "snapshot_out": TableSnapshot(
+            entries=torch.full(
+                (dice.choice((0, 1, max(requests, 1))), width),
+                77,
+                dtype=dice.choice((torch.int32, torch.int64)),
+            ),
+            rows=torch.full((requests,), 77),
+            table_rows=torch.full((requests,), 77),
+            prefix_lens=torch.full((requests,), 77),
+        ),
+    }
+
+
+def random_compare_tables(dice: Dice) -> dict[str, Any]:
+    """Arguments of a compare launch after a snapshot; now and then an entry changes in between."""
+    arguments = random_snapshot(dice)
+    launch_canary_snapshot_kernel_torch_reference(**arguments)
+    reads = arguments["reads"]
+    tables = [reads.page_table]
+    if reads.full_to_swa_index_mapping is not None:
+        tables.append(reads.full_to_swa_index_mapping[None])
+    for _ in range(dice.choice((0, 1, 1, 4))):
+        table = dice.choice(tables)
+        row, column = dice.randrange(table.shape[0]), dice.randrange(table.shape[1])
+        table[row, column] = dice.randint(-1, 40)
+    return {
+        "context": random_context(dice),
+        "reads": reads,
+        "snapshot": arguments["snapshot_out"],
+        "step": dice.randint(-1, 6),
     }
 
 

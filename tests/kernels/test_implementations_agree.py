@@ -22,6 +22,9 @@ LAUNCHES: list[tuple[str, Callable[[scenes.Dice], dict[str, Any]]]] = [
     ("launch_canary_prepare_kernel", scenes.random_prepare),
     ("launch_canary_seal_kernel", scenes.random_seal),
     ("launch_canary_scrub_kernel", scenes.random_scrub),
+    ("launch_canary_scrub_range_kernel", scenes.random_scrub_range),
+    ("launch_canary_snapshot_kernel", scenes.random_snapshot),
+    ("launch_canary_compare_tables_kernel", scenes.random_compare_tables),
     ("translate_out_cache_loc", scenes.random_translate),
 ]
 

@@ -183,6 +183,13 @@ inline LaunchContext read_launch(const TensorView& launch) {
   return context;
 }
 
+// A launch without any other tensor takes the records along: they name the device, and with it the
+// stream that tvm-ffi picks.
+inline void check_records(const TensorView& records, const LaunchContext& context) {
+  KVCANARY_CHECK(reinterpret_cast<int64_t>(records.data_ptr()) == context.records)
+      << "records must be the canary_buf of the context, got another tensor";
+}
+
 inline DLDevice launch_device(const LaunchContext& context) {
   return context.device_index < 0 ? DLDevice{kDLCPU, 0}
                                   : DLDevice{kDLCUDA, static_cast<int32_t>(context.device_index)};

@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "cpu_plan.h"
 #include "cpu_pool.h"
+#include "cpu_snapshot.h"
 #include "cpu_verify.h"
 #include "cpu_write.h"
 #include "hash.h"
@@ -257,26 +258,94 @@ void canary_seal(TensorView launch, TensorView write_offsets, TensorView num_val
   pool.count_launch(sealed);
 }
 
+// Folds a slot again and compares; returns whether it was one to look at.
+bool scrub_slot(const Pool& pool, int64_t slot, int64_t step) {
+  if (!pool.is_real_slot(slot) || !pool.has_sealed_bytes(slot)) return false;
+  const Record& record = pool.record(slot);
+  if (pool.fold(slot) == record.real_kv_hash) return true;
+  ViolationRow row = unknown_row(slot, kVerifyRealKvHash, step);
+  row.position = record.position;
+  row.stored_token = record.token;
+  row.stored_chain_hash = static_cast<int64_t>(record.prev_hash);
+  pool.report(row);
+  return true;
+}
+
 void canary_scrub(TensorView launch, TensorView slots, TensorView num_valid, int64_t step) {
   const Pool pool = pool_of(launch);
   const int64_t* listed = int64_vector(slots, "slots", kHost);
   const int64_t valid = *int32_scalar(num_valid, "num_valid", kHost);
 
-  const int64_t entries = std::min(valid, slots.numel());
+  const int64_t entries = pool.folds_real_kv() ? std::min(valid, slots.numel()) : 0;
   int64_t compared = 0;
-  for (int64_t entry = 0; entry < entries && pool.folds_real_kv(); ++entry) {
-    const int64_t slot = listed[entry];
-    if (!pool.is_real_slot(slot) || !pool.has_sealed_bytes(slot)) continue;
-    ++compared;
-    const Record& record = pool.record(slot);
-    if (pool.fold(slot) == record.real_kv_hash) continue;
-    ViolationRow row = unknown_row(slot, kVerifyRealKvHash, step);
-    row.position = record.position;
-    row.stored_token = record.token;
-    row.stored_chain_hash = static_cast<int64_t>(record.prev_hash);
-    pool.report(row);
+  for (int64_t entry = 0; entry < entries; ++entry) {
+    compared += scrub_slot(pool, listed[entry], step);
   }
   pool.count_launch(compared);
+}
+
+void canary_scrub_range(TensorView launch, TensorView records, int64_t first_slot,
+                        int64_t num_slots, int64_t step) {
+  const Pool pool = pool_of(launch);
+  check_records(records, pool.context());
+  check_at_least(first_slot, "first_slot", 0);
+  check_at_least(num_slots, "num_slots", 0);
+
+  const int64_t pool_size = pool.context().num_slots;
+  const int64_t begin = std::min(first_slot, pool_size);
+  const int64_t end = pool.folds_real_kv() ? begin + std::min(num_slots, pool_size - begin) : begin;
+  int64_t compared = 0;
+  for (int64_t slot = begin; slot < end; ++slot) compared += scrub_slot(pool, slot, step);
+  pool.count_launch(compared);
+}
+
+SnapshotTensors snapshot_of(const TensorView& entries, const TensorView& rows,
+                            const TensorView& table_rows, const TensorView& prefix_lens,
+                            int64_t num_requests) {
+  const char* const like = "request_rows";
+  const SnapshotTensors snapshot{integer_matrix(entries, "snapshot.entries", kHost),
+                                 int64_vector(rows, "snapshot.rows", kHost),
+                                 int64_vector(table_rows, "snapshot.table_rows", kHost),
+                                 int64_vector(prefix_lens, "snapshot.prefix_lens", kHost)};
+  check_size("snapshot.rows", rows.numel(), num_requests, like);
+  check_size("snapshot.table_rows", table_rows.numel(), num_requests, like);
+  check_size("snapshot.prefix_lens", prefix_lens.numel(), num_requests, like);
+  return snapshot;
+}
+
+void canary_snapshot_table(TensorView page_table, int64_t page_size, int64_t padding_row,
+                           TensorView request_rows, TensorView prefix_lens,
+                           Optional<TensorView> full_to_swa, int64_t swa_window_size,
+                           int64_t first_request, TensorView entries, TensorView rows,
+                           TensorView table_rows, TensorView snapshot_lens) {
+  const int64_t num_requests = request_rows.numel();
+  const SnapshotArguments arguments{
+      page_table_of(page_table, "page_table", page_size, full_to_swa, swa_window_size),
+      padding_row,
+      integers(request_rows, "request_rows", kHost),
+      integers(prefix_lens, "prefix_lens", kHost, num_requests, "request_rows"),
+      first_request,
+      snapshot_of(entries, rows, table_rows, snapshot_lens, num_requests)};
+  check_at_least(first_request, "first_request", 0);
+
+  take_snapshot(arguments);
+}
+
+void canary_compare_tables(TensorView launch, TensorView page_table, int64_t page_size,
+                           Optional<TensorView> full_to_swa, int64_t swa_window_size,
+                           TensorView request_uids, TensorView entries, TensorView rows,
+                           TensorView table_rows, TensorView snapshot_lens, int64_t step) {
+  const Pool pool = pool_of(launch);
+  const int64_t num_requests = request_uids.numel();
+  const CompareArguments arguments{
+      page_table_of(page_table, "page_table", page_size, full_to_swa, swa_window_size),
+      int64_vector(request_uids, "request_uids", kHost),
+      num_requests,
+      snapshot_of(entries, rows, table_rows, snapshot_lens, num_requests),
+      step};
+
+  compare_tables(pool, arguments);
+  pool.count_launch(0);
 }
 
 void canary_translate(TensorView out_cache_loc, TensorView full_to_swa, TensorView output) {
@@ -319,6 +388,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_plan, canary_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_prepare, canary_prepare);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_seal, canary_seal);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_scrub, canary_scrub);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_scrub_range, canary_scrub_range);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_snapshot_table, canary_snapshot_table);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_compare_tables, canary_compare_tables);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_translate, canary_translate);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_chain_hash, canary_chain_hash);
 

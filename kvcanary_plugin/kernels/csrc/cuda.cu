@@ -11,6 +11,7 @@
 #include "device.cuh"
 #include "plan.cuh"
 #include "scrub.cuh"
+#include "snapshot.cuh"
 #include "verify.cuh"
 #include "write.cuh"
 
@@ -377,12 +378,89 @@ void canary_scrub(TensorView launch, TensorView slots, TensorView num_valid, int
   const DLDevice device = launch_device(context);
   check_32_bits(slots.numel(), "slots size");
   const ScrubJob job{int64_vector(slots, "slots", device),
-                     int32_scalar(num_valid, "num_valid", device), slots.numel(), step};
+                     int32_scalar(num_valid, "num_valid", device), slots.numel(), {step}};
 
   const OnDevice on_device(device);
 
   on_device.launch("canary_scrub", fold_kernel<ScrubJob>, fold_grid(on_device, slots.numel()),
                    kFoldThreads, context, job);
+}
+
+void canary_scrub_range(TensorView launch, TensorView records, int64_t first_slot,
+                        int64_t num_slots, int64_t step) {
+  const LaunchContext context = checked_launch(launch);
+  const DLDevice device = launch_device(context);
+  check_records(records, context);
+  check_at_least(first_slot, "first_slot", 0);
+  check_at_least(num_slots, "num_slots", 0);
+  const int64_t first = std::min(first_slot, context.num_slots);
+  const int64_t covered = std::min(num_slots, context.num_slots - first);
+  const ScrubRangeJob job{first, static_cast<int>(covered), {step}};
+
+  const OnDevice on_device(device);
+
+  on_device.launch("canary_scrub_range", fold_kernel<ScrubRangeJob>,
+                   fold_grid(on_device, covered), kFoldThreads, context, job);
+}
+
+SnapshotTensors snapshot_of(const TensorView& entries, const TensorView& rows,
+                            const TensorView& table_rows, const TensorView& prefix_lens,
+                            DLDevice device, int64_t num_requests) {
+  const char* const like = "request_rows";
+  const SnapshotTensors snapshot{integer_matrix(entries, "snapshot.entries", device),
+                                 int64_vector(rows, "snapshot.rows", device),
+                                 int64_vector(table_rows, "snapshot.table_rows", device),
+                                 int64_vector(prefix_lens, "snapshot.prefix_lens", device)};
+  check_size("snapshot.rows", rows.numel(), num_requests, like);
+  check_size("snapshot.table_rows", table_rows.numel(), num_requests, like);
+  check_size("snapshot.prefix_lens", prefix_lens.numel(), num_requests, like);
+  return snapshot;
+}
+
+void canary_snapshot_table(TensorView page_table, int64_t page_size, int64_t padding_row,
+                           TensorView request_rows, TensorView prefix_lens,
+                           Optional<TensorView> full_to_swa, int64_t swa_window_size,
+                           int64_t first_request, TensorView entries, TensorView rows,
+                           TensorView table_rows, TensorView snapshot_lens) {
+  const DLDevice device = page_table.device();
+  const int64_t num_requests = request_rows.numel();
+  const SnapshotArguments arguments{
+      page_table_of(page_table, "page_table", device, page_size, full_to_swa, swa_window_size),
+      padding_row,
+      integers(request_rows, "request_rows", device),
+      integers(prefix_lens, "prefix_lens", device, num_requests, "request_rows"),
+      first_request,
+      snapshot_of(entries, rows, table_rows, snapshot_lens, device, num_requests)};
+  check_at_least(first_request, "first_request", 0);
+  if (num_requests == 0) return;
+
+  const OnDevice on_device(device);
+
+  constexpr int64_t kEntriesPerThread = 4;
+  on_device.launch("canary_snapshot_table", snapshot_kernel,
+                   request_grid(num_requests, arguments.snapshot.entries.width,
+                                kEntriesPerThread * kSnapshotThreads),
+                   kSnapshotThreads, arguments);
+}
+
+void canary_compare_tables(TensorView launch, TensorView page_table, int64_t page_size,
+                           Optional<TensorView> full_to_swa, int64_t swa_window_size,
+                           TensorView request_uids, TensorView entries, TensorView rows,
+                           TensorView table_rows, TensorView snapshot_lens, int64_t step) {
+  const LaunchContext context = checked_launch(launch);
+  const DLDevice device = launch_device(context);
+  const int64_t num_requests = request_uids.numel();
+  const CompareArguments arguments{
+      page_table_of(page_table, "page_table", device, page_size, full_to_swa, swa_window_size),
+      int64_vector(request_uids, "request_uids", device),
+      num_requests,
+      snapshot_of(entries, rows, table_rows, snapshot_lens, device, num_requests),
+      step};
+
+  const OnDevice on_device(device);
+
+  on_device.launch("canary_compare_tables", compare_tables_kernel,
+                   dim3(blocks(num_requests, INT32_MAX)), kCompareThreads, context, arguments);
 }
 
 void canary_translate(TensorView out_cache_loc, TensorView full_to_swa, TensorView output) {
@@ -410,6 +488,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_plan, canary_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_prepare, canary_prepare);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_seal, canary_seal);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_scrub, canary_scrub);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_scrub_range, canary_scrub_range);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_snapshot_table, canary_snapshot_table);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_compare_tables, canary_compare_tables);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_translate, canary_translate);
 
 }  // namespace kvcanary

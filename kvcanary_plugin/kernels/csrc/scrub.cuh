@@ -79,27 +79,18 @@ struct SealJob {
   }
 };
 
-struct ScrubJob {
-  static constexpr bool kCountsRuns = true;
-  const int64_t* slots;  // [capacity]
-  const int32_t* num_valid;
-  int64_t capacity;
+// What the scrub of a list and of a range share.
+struct ScrubSlot {
   int64_t step;
 
-  __device__ __forceinline__ int count() const {
-    const int64_t valid = *num_valid;
-    return static_cast<int>(valid < capacity ? valid : capacity);
-  }
-
-  __device__ __forceinline__ int64_t slot(const LaunchContext& launch, int index) const {
-    const int64_t slot = slots[index];
+  __device__ __forceinline__ int64_t checked(const LaunchContext& launch, int64_t slot) const {
     if (slot <= kPaddingSlot || slot >= launch.num_slots) return kNotFolded;
     if (has_slot_table(launch) && !is_sealed(*state_of(launch, slot))) return kNotFolded;
     return slot;
   }
 
-  __device__ __forceinline__ void finish(const LaunchContext& launch, int64_t slot,
-                                         uint64_t fold) const {
+  __device__ __forceinline__ void compare(const LaunchContext& launch, int64_t slot,
+                                          uint64_t fold) const {
     const Record record = load_record(launch, slot);
     if (record.real_kv_hash == fold) return;
     ViolationRow row = row_of_slot(launch, slot, kVerifyRealKvHash, step);
@@ -107,6 +98,46 @@ struct ScrubJob {
     row.stored_token = record.token;
     row.stored_chain_hash = static_cast<int64_t>(record.prev_hash);
     record_violations(launch, lane_index() == 0, row);
+  }
+};
+
+struct ScrubJob {
+  static constexpr bool kCountsRuns = true;
+  const int64_t* slots;  // [capacity]
+  const int32_t* num_valid;
+  int64_t capacity;
+  ScrubSlot scrub;
+
+  __device__ __forceinline__ int count() const {
+    const int64_t valid = *num_valid;
+    return static_cast<int>(valid < capacity ? valid : capacity);
+  }
+
+  __device__ __forceinline__ int64_t slot(const LaunchContext& launch, int index) const {
+    return scrub.checked(launch, slots[index]);
+  }
+
+  __device__ __forceinline__ void finish(const LaunchContext& launch, int64_t slot,
+                                         uint64_t fold) const {
+    scrub.compare(launch, slot, fold);
+  }
+};
+
+struct ScrubRangeJob {
+  static constexpr bool kCountsRuns = true;
+  int64_t first_slot;
+  int num_slots;  // already inside the pool
+  ScrubSlot scrub;
+
+  __device__ __forceinline__ int count() const { return num_slots; }
+
+  __device__ __forceinline__ int64_t slot(const LaunchContext& launch, int index) const {
+    return scrub.checked(launch, first_slot + index);
+  }
+
+  __device__ __forceinline__ void finish(const LaunchContext& launch, int64_t slot,
+                                         uint64_t fold) const {
+    scrub.compare(launch, slot, fold);
   }
 };
 
