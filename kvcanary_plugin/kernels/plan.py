@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kvcanary_plugin.kernels.arguments import check_plan, check_requests_fit, check_translate
+from kvcanary_plugin.kernels.arguments import (
+    check_plan,
+    check_requests_fit,
+    check_translate,
+    check_verify_capacity,
+)
 from kvcanary_plugin.kernels.backend import kernels_for
 from kvcanary_plugin.kernels.inputs import VerifyPlan, WritePlan
 from kvcanary_plugin.kernels.plan_ref import (
@@ -56,10 +61,11 @@ def launch_canary_plan_kernels(
         page_size: slots per entry of the table.
         padding_row: request row that pads batches; -1 if there is none.
 
-    ValueError for tensors of a wrong shape, dtype or device, and for more requests than the write
-    plan holds.
+    ValueError for tensors of a wrong shape, dtype or device, for more requests than the write plan
+    holds, and for a ``verify_capacity`` that is not the verify plan's.
     """
     check_requests_fit(req_pool_indices.numel(), write_plan_out)
+    check_verify_capacity(verify_capacity, verify_plan_out)
     kernels = kernels_for(req_to_token.device)
     if kernels is None:
         launch_canary_plan_kernels_torch_reference(
