@@ -56,6 +56,8 @@ _ENGINE_ENV: Final = {
     "OMP_NUM_THREADS": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
 }
+# Reads from a pipe that only this process can write to: it ends when this process does, however.
+_KILL_GROUP_AT_END_OF_INPUT: Final = 'read -r _; kill -s KILL -- "-$0"'
 # SGLang loads only the plugins named here; this name is nobody's.
 _NO_PLUGIN_ENV: Final = {"SGLANG_PLUGINS": "none"}
 
@@ -153,7 +155,7 @@ class EngineServer:
     """A running server: ``with SGLangServer(spec, log_path=path) as server: server.url``.
 
     Entering waits until the server has answered a generate request; leaving ends it and every
-    process it started. The log file stays.
+    process it started, and so does the end of this process, be it killed. The log file stays.
     """
 
     dialect: Dialect
@@ -174,6 +176,7 @@ class EngineServer:
         self._stop_timeout_seconds = stop_timeout_seconds
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._model_path: tempfile.TemporaryDirectory[str] | None = None
         self.startup_seconds = 0.0
 
@@ -218,6 +221,13 @@ class EngineServer:
                 # A process group of its own: nothing that belongs to the server outlives stop().
                 start_new_session=True,
             )
+        self._watchdog = subprocess.Popen(
+            ["sh", "-c", _KILL_GROUP_AT_END_OF_INPUT, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             self._wait_until_ready(deadline=begin + self._start_timeout_seconds)
         except BaseException:
@@ -240,6 +250,9 @@ class EngineServer:
                 process.kill()
                 process.wait()
         self._kill_process_group()
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.communicate()
         if self._model_path is not None:
             self._model_path.cleanup()
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -22,22 +27,34 @@ from kvcanary_plugin.drill.traffic import (
 
 pytestmark = pytest.mark.e2e
 
+T = TypeVar("T")
+
 PLAIN = replace(PRESETS["llama"], plugin=False)
 
 
-def session_members(leader: int) -> list[str]:
-    """Command lines of the live processes of a session, as /proc shows them."""
-    members = []
+def live_processes() -> Iterator[tuple[int, int, int, str]]:
+    """Process, parent, session and command line of every live process, as /proc shows them."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             stat = (entry / "stat").read_text()
             command = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        state, _, _, session = stat.rpartition(")")[2].split()[:4]
-        if int(session) == leader and state != "Z":
-            members.append(command)
-    return members
+        state, parent, _, session = stat.rpartition(")")[2].split()[:4]
+        if state != "Z":
+            yield int(entry.name), int(parent), int(session), command
+
+
+def session_members(leader: int) -> list[str]:
+    return [command for _, _, session, command in live_processes() if session == leader]
+
+
+def wait_until(condition: Callable[[], T], seconds: float) -> T:
+    """The first true value of ``condition``; its last value when the time is over."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return value
 
 
 def test_mixed_traffic_is_served_with_prefix_hits_and_aborts_and_without_failures(shared_server):
@@ -111,3 +128,33 @@ def test_a_server_that_cannot_start_is_reported_with_the_end_of_its_log(tmp_path
 
     with pytest.raises(ServerError, match=r"(?s)ended with status 2 at start-up.*--no-such-flag"):
         SGLangServer(spec, log_path=tmp_path / "server.log").start()
+
+
+def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path):
+    script = (
+        "from pathlib import Path\n"
+        "from kvcanary_plugin.drill.server import SGLangServer, ServerSpec\n"
+        f"SGLangServer(ServerSpec(plugin=False), log_path=Path({str(tmp_path / 'log')!r})).start()"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", script])
+
+    def servers() -> list[int]:
+        return [
+            process
+            for process, parent, _, command in live_processes()
+            if parent == starter.pid and "sglang.launch_server" in command
+        ]
+
+    def watchdogs() -> list[int]:
+        return [
+            process
+            for process, parent, _, command in live_processes()
+            if parent == starter.pid and command.startswith("sh -c read")
+        ]
+
+    (server,) = wait_until(servers, seconds=60)
+    assert wait_until(watchdogs, seconds=60)
+    starter.kill()
+    starter.wait()
+
+    assert wait_until(lambda: not session_members(server), seconds=20)
