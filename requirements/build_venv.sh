@@ -29,6 +29,7 @@ flock 9
 engine_key=$({
     echo "$PWD/$venv ${TORCH_INDEX_URL:-}"
     cat "$pins/torch-cpu.txt" "$pins/$engine.txt" "$pins/dev.txt" "$pins/cpu_engine_stubs.py" "$pins/build_venv.sh"
+    [ ! -x "$pins/finish_$engine.sh" ] || cat "$pins/finish_$engine.sh" "$pins/triton_cpu/"*.py
 } | sha256sum)
 package_key=$({ echo "$engine_key"; cat pyproject.toml kvcanary_plugin/__init__.py; } | sha256sum)
 
@@ -65,8 +66,13 @@ if ! is_done "$venv/engine.stamp" "$engine_key" || ! is_from_wanted_python; then
         -c "$pins/$engine.txt" -c "$pins/dev.txt" -r "$pins/torch-cpu.txt"
     pip_install --no-deps -r "$pins/$engine.txt" -r "$pins/dev.txt"
     site_packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    cp "$pins/cpu_engine_stubs.py" "$site_packages/"
-    echo 'import cpu_engine_stubs' >"$site_packages/cpu_engine_stubs.pth"
+    if [ "$engine" = sglang-cpu ]; then
+        cp "$pins/cpu_engine_stubs.py" "$site_packages/"
+        echo 'import cpu_engine_stubs' >"$site_packages/cpu_engine_stubs.pth"
+    fi
+    if [ -x "$pins/finish_$engine.sh" ]; then
+        logged "$pins/finish_$engine.sh" "$venv"
+    fi
     logged "$venv/bin/python" -c "import torch, tvm_ffi, pytest, ${engine%-cpu}"
     mark_done "$venv/engine.stamp" "$engine_key"
 fi
