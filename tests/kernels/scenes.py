@@ -75,7 +75,7 @@ def make_write_plan(
     count = len(lengths)
     capacity = max(capacity or count, 1)
     plan = WritePlan.allocate(write_req_capacity=capacity, device=device)
-    for tensor in dataclasses.astuple(plan):
+    for tensor in tensors(plan).values():
         tensor.fill_(77)
     offsets = [0]
     for length in lengths:
