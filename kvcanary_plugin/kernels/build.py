@@ -325,7 +325,7 @@ def _locked(path: Path) -> Iterator[None]:
     except OSError as error:
         raise KernelBuildError(
             f"kvcanary: the build cache {path.parent} cannot be written ({error}); choose another "
-            "directory with the setting build_cache, or build ahead of time"
+            "directory (setting build.cache_directory), or build ahead of time"
         ) from error
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
