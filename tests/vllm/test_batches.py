@@ -248,7 +248,6 @@ class V2World:
                     seq_lens=computed - accepted_behind + scheduled,
                     num_computed_tokens_np=computed,
                     is_prefilling_np=computed < prefill,
-                    has_prefill=bool((computed < prefill).any()),
                     num_draft_tokens=num_draft_tokens,
                 ),
                 self.slots,

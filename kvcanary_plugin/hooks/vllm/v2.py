@@ -78,7 +78,7 @@ class V2Translator:
         computed = batch.num_computed_tokens_np
         kind = ForwardKind.DECODE
         prompts: tuple[HostTokens, ...] = ()
-        if batch.has_prefill or change.entered:
+        if change.entered or batch.is_prefilling_np.any():
             kind = kind_of(prefilling=batch.is_prefilling_np)
             prompts = tuple(self._host_tokens(members, change, batch))
         if batch.num_draft_tokens:

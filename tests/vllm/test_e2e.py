@@ -1,0 +1,218 @@
+"""The canary in a real vLLM server: silence on healthy traffic, a report for every fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcanary_plugin.drill.dialect import VLLM
+from kvcanary_plugin.drill.drill import (
+    FULL_CASES,
+    SWA_CASES,
+    Drill,
+    DrillResult,
+    FaultCase,
+    write_drill_config,
+)
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.server import ServerError
+from kvcanary_plugin.drill.soak import run_soak
+from kvcanary_plugin.drill.traffic import fixed_prompts, generate_all
+from kvcanary_plugin.drill.vllm_server import PRESETS, VLLMServer, VLLMServerSpec
+from kvcanary_plugin.metrics import GROUP_STATE, SLOTS_SEALED, SLOTS_VERIFIED, SLOTS_WRITTEN
+
+# A server takes a minute and more to start, its traffic another one.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+Directories = Callable[[str], Path]
+# Forwards of healthy traffic; Triton's interpreter takes a hundred times as long as a compiled V1.
+HEALTHY = {
+    "llama": 400,
+    "gemma3": 400,
+    "small-pool": 400,
+    "ngram": 300,
+    "v2-llama": 60,
+    "v2-gemma3": 60,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    reason = "vllm is not installed; `make venv-vllm` builds an environment that has it"
+    if os.environ.get("REQUIRE_VLLM"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def guarded(name: str, directories: Directories) -> VLLMServerSpec:
+    path = directories(name) / "kvcanary.yaml"
+    if not path.exists():
+        write_drill_config(directories(name))
+    return replace(PRESETS[name], kvcanary_config=path)
+
+
+def snapshot(server: VLLMServer) -> MetricsSnapshot:
+    time.sleep(0.4)  # several polls of the drain
+    return MetricsSnapshot.parse(server.metrics())
+
+
+def assert_reported(result: DrillResult) -> None:
+    assert result.planted, f"{result.case.title}: found no target"
+    assert result.detected, result
+    assert result.report is not None
+    assert result.report["slot"] == result.planted["slot"]
+    assert result.report["request_id"]
+    assert result.steps_until_seen is not None
+    assert result.steps_until_seen <= 1
+
+
+# Ordered by server, which takes longer to start than its tests to run.
+@pytest.mark.parametrize("name", HEALTHY, scope="class")
+class TestServer:
+    """One server a preset, for all tests of it."""
+
+    def test_healthy_traffic_is_silent_and_every_forward_checked(
+        self, name, shared_server, directories
+    ):
+        server = shared_server(guarded(name, directories))
+        result = run_soak(server, forwards=HEALTHY[name], seed=7)
+        assert result.passed, result.as_text() + "\n" + server.log()[-3000:]
+        assert result.slots_verified > 20 * HEALTHY[name]
+        assert result.cached_tokens > 0
+        after = snapshot(server)
+        assert after.total(SLOTS_WRITTEN) == after.total(SLOTS_SEALED)
+        if name == "small-pool":
+            assert after.total("vllm:num_preemptions_total") > 0
+        if name == "ngram":
+            assert after.total("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+    def test_every_fault_is_reported_at_its_slot(self, name, shared_server, directories):
+        if name in ("small-pool", "ngram"):
+            pytest.skip("what llama shows of faults holds here as well")
+        server = shared_server(guarded(name, directories))
+        cases = FULL_CASES + (SWA_CASES if "gemma3" in name else ())
+        for result in Drill(server, directories(name)).run(cases):
+            assert_reported(result)
+            assert result.report is not None
+            assert result.report["group"] == result.case.group
+
+    def test_one_byte_is_real_kv_of_that_request_at_that_position(
+        self, name, shared_server, directories
+    ):
+        server = shared_server(guarded(name, directories))
+        case = FaultCase(title="V, last layer", fault="flip_kv", checks=("real_kv",), source=-1)
+        (result,) = Drill(server, directories(name)).run([case])
+        assert result.report is not None
+        assert result.report["checks"] == ["real_kv"]
+        for field in ("slot", "position", "request_uid"):
+            assert result.report[field] == result.planted[field]
+        assert result.steps_until_seen == 0
+        assert set(result.counted) == {"real_kv"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "v2-llama"])
+def test_the_canary_does_not_change_one_token(name, shared_server, directories):
+    prompts = fixed_prompts(8, seed=3)
+    outputs = [
+        generate_all(shared_server(spec).url, prompts, max_new_tokens=24, dialect=VLLM)
+        for spec in (replace(PRESETS[name], plugin=False), guarded(name, directories))
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_both_groups_of_a_hybrid_model_are_guarded(shared_server, directories):
+    after = snapshot(shared_server(guarded("gemma3", directories)))
+    for group in ("full", "swa"):
+        assert after.total(GROUP_STATE, group=group, state="guarded") == 1
+
+
+def test_two_api_servers_both_show_the_workers_metrics(shared_server, directories):
+    server = shared_server(guarded("two-api-servers", directories))
+    run_soak(server, forwards=20, seed=1)
+    # Which of the two answers is up to the kernel.
+    verified = {snapshot(server).total(SLOTS_VERIFIED) for _ in range(8)}
+    assert len(verified) == 1
+    assert verified.pop() > 0
+
+
+def test_settings_in_the_additional_config_are_enough(shared_server, tmp_path):
+    flags = ("--additional-config", '{"kvcanary": {"metrics": {"labels": {"pool": "blue"}}}}')
+    server = shared_server(VLLMServerSpec(flags=flags))
+    run_soak(server, forwards=20, seed=1)
+    assert snapshot(server).total(SLOTS_VERIFIED, pool="blue") > 0
+
+
+def test_k_and_v_packed_for_amx_are_shown_as_not_guarded(shared_server, directories):
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX tiles, so that vLLM packs K/V in a way that is guarded")
+    spec = guarded("llama", directories)
+    server = shared_server(replace(spec, flags=("--dtype", "bfloat16")))
+    result = run_soak(server, forwards=50, seed=1)
+    assert not result.violations
+    after = snapshot(server)
+    assert after.total(GROUP_STATE, group="full", state="guarded") == 1
+    assert after.total(GROUP_STATE, group="full_bytes", state="unsupported") == 1
+    assert "packed for 'amx'" in server.log()
+
+
+def test_a_broken_config_stops_the_server_before_it_loads_a_model(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("mode: loud\n")
+    server = VLLMServer(VLLMServerSpec(kvcanary_config=broken), log_path=tmp_path / "server.log")
+    with pytest.raises(ServerError, match="mode"):
+        server.start()
+    assert "broken.yaml" in server.log()
+    assert "Starting to load model" not in server.log()
+
+
+def test_an_installed_plugin_that_nobody_asked_for_adds_no_metric(shared_server):
+    assert "kvcanary_" not in shared_server(PRESETS["llama"]).metrics()
+
+
+def test_llm_takes_the_settings_as_a_keyword(directories, tmp_path):
+    from kvcanary_plugin.drill.server import MODELS_DIRECTORY
+    from kvcanary_plugin.drill.weights import write_model
+
+    write_model(MODELS_DIRECTORY / "vllm-llama", tmp_path)
+    config = write_drill_config(directories("offline"))
+    script = f"""
+from kvcanary_plugin.hooks.vllm.plugin import register
+register()
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    from prometheus_client import REGISTRY, generate_latest
+    import time
+    llm = LLM({str(tmp_path)!r}, kvcanary_config={str(config)!r}, skip_tokenizer_init=True,
+        dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
+        kv_cache_memory_bytes=1 << 24)
+    llm.generate([{{"prompt_token_ids": [5, 6, 7, 8]}}],
+        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False))
+    time.sleep(1)
+    print(generate_latest(REGISTRY).decode())
+"""
+    path = tmp_path / "offline.py"
+    path.write_text(script)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    run = subprocess.run(
+        [sys.executable, str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    text = "\n".join(line for line in run.stdout.splitlines() if line.startswith("kvcanary_"))
+    assert MetricsSnapshot.parse(text + "\n").total(SLOTS_VERIFIED) > 0
