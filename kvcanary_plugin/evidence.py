@@ -412,6 +412,7 @@ def _describe(guard: GroupGuard) -> Group:
         table_positions=width * group.page_size,
         table_rows=rows,
         is_mapped=group.full_to_swa is not None,
+        pool=group.pool,
     )
 
 

@@ -71,6 +71,7 @@ class Group(_Model):
     Fields:
         name, num_slots, page_size, padding_row, swa_window_size, token_offset, tracks_allocation:
             as in ``KVCacheGroup``.
+        pool: groups of one pool have their slots in common; null for a pool of its own.
         table_positions: positions that a row of the page table has room for.
         table_rows: rows of the page table.
         is_mapped: whether its slots come through a full-to-SWA lookup table.
@@ -86,6 +87,7 @@ class Group(_Model):
     table_positions: Count
     table_rows: Count
     is_mapped: bool
+    pool: str | None
 
 
 class Settings(_Model):

@@ -153,13 +153,13 @@ class IncidentTracker:
             found = self._by_place.get(place) or self._by_place.get(_any_write(place))
             if found is not None:
                 return found
-        position = _position_of(values)
+        position = max(_positions_of(values))
         uids = [values[ViolationField.REQUEST_UID]]
         if _is_about_content(values):
             uids.append(values[ViolationField.WRITER_UID])
         for uid in uids:
             found = self._by_request.get(uid)
-            if found is not None and position >= found.requests[uid]:
+            if found is not None and (position == UNKNOWN or position >= found.requests[uid]):
                 return found
         return None
 
@@ -193,12 +193,13 @@ class IncidentTracker:
             for known in (place, _any_write(place)) if _is_about_the_slot(values) else (place,):
                 incident.places.add(known)
                 self._by_place.setdefault(known, incident)
-        uid, position = values[ViolationField.REQUEST_UID], _position_of(values)
+        uid, positions = values[ViolationField.REQUEST_UID], _positions_of(values)
         if uid == UNKNOWN:
             return
         if uid in incident.requests:
-            incident.requests[uid] = min(incident.requests[uid], position)
+            incident.requests[uid] = min(incident.requests[uid], max(positions))
         elif len(incident.requests) < MAX_REQUESTS:
+            position = min(positions)
             incident.requests[uid] = position
             held_by = self._by_request.get(uid)
             # The incident that reaches further towards the beginning covers the other's range.
@@ -218,9 +219,18 @@ def _in_order(rows: Rows) -> Iterator[tuple[Rows, list[int]]]:
     return zip(rows, rows.tolist(), strict=True)
 
 
-def _position_of(values: list[int]) -> int:
-    expected = values[ViolationField.EXPECTED_POSITION]
-    return values[ViolationField.POSITION] if expected == UNKNOWN else expected
+def _positions_of(values: list[int]) -> tuple[int, int]:
+    """Where in its request a row stands: (at least, at most).
+
+    A read is where it was made. A write has an input position and an expected one, of which either
+    may be the wrong one: the expected one may follow from a predecessor that nobody wrote.
+    """
+    position, expected = values[ViolationField.POSITION], values[ViolationField.EXPECTED_POSITION]
+    if expected == UNKNOWN:
+        return position, position
+    if values[ViolationField.KERNEL_KIND] & 0xFF != LaunchTag.WRITE:
+        return expected, expected
+    return min(position, expected), max(position, expected)
 
 
 def _is_about_the_slot(values: list[int]) -> bool:

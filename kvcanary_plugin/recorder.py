@@ -76,20 +76,21 @@ class RecordedForward:
 
 @dataclass(frozen=True, slots=True)
 class _PendingEvent:
-    """A :class:`SlotEvent` whose arrays may still be on the device."""
+    """A :class:`SlotEvent` whose arrays may still be on the device, in pages of slots."""
 
     kind: EventKind
     group: int
     slots: torch.Tensor | Int64Array | None
     sources: torch.Tensor | Int64Array | None
+    page_size: int
     uid: int
 
     def fetch(self) -> SlotEvent:
         return SlotEvent(
             kind=self.kind,
             group=self.group,
-            slots=_on_host(self.slots),
-            sources=_on_host(self.sources),
+            slots=_slots_on_host(self.slots, self.page_size),
+            sources=_slots_on_host(self.sources, self.page_size),
             uid=self.uid,
         )
 
@@ -215,26 +216,24 @@ class FlightRecorder:
         group: int,
         slots: torch.Tensor | Int64Array | None,
         sources: torch.Tensor | Int64Array | None = None,
+        page_size: int = 1,
         uid: int = UNKNOWN,
     ) -> None:
         """Keep what happened to slots; it belongs to the forward that is recorded next.
 
-        Call it on the thread that records, in the order in which things happen. A numpy array costs
-        no launch and must not change afterwards; a tensor on a device is copied there.
+        Call it on the thread that records, in the order in which things happen. Costs no launch:
+        the arrays, on whatever device, are kept as they are, so nobody may write to them later.
 
         Args:
             kind: what happened.
             group: index of the group in whose numbering the slots are.
-            slots: int64 [n]; for a move, where to; None for all slots of the pool.
-            sources: int64 [n], for a move, where from.
+            slots: int32 | int64 [n]; for a move, where to; None for all slots of the pool.
+            sources: int32 | int64 [n], for a move, where from.
+            page_size: slots of each entry; 1 means that entries are slots.
             uid: the request it is for, -1 unknown.
         """
         if self.is_on:
-            copies = [
-                array.clone() if isinstance(array, torch.Tensor) else array
-                for array in (slots, sources)
-            ]
-            self._pending.append(_PendingEvent(kind, group, copies[0], copies[1], uid))
+            self._pending.append(_PendingEvent(kind, group, slots, sources, page_size, uid))
 
     def window(self, *, until_step: int) -> list[RecordedForward]:
         """The kept forwards up to and including ``until_step``, oldest first, on the host.
@@ -248,10 +247,12 @@ class FlightRecorder:
         return [frame.fetch() for frame in frames if frame.step <= until_step]
 
 
-def _on_host(array: torch.Tensor | Int64Array | None) -> Int64Array | None:
-    if isinstance(array, torch.Tensor):
-        return array.cpu().numpy().astype(np.int64)
-    return array
+def _slots_on_host(entries: torch.Tensor | Int64Array | None, page_size: int) -> Int64Array | None:
+    if entries is None:
+        return None
+    host = entries.cpu().numpy() if isinstance(entries, torch.Tensor) else entries
+    pages = host.astype(np.int64)
+    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
 
 
 def _bytes_of(event: _PendingEvent) -> int:

@@ -163,13 +163,12 @@ class Reporter:
             return None, "nothing is guarded"
         if not self._evidence_limit.allows_one():
             return None, f"more than {EVIDENCE_PER_MINUTE} incidents in this minute"
-        evidence = None
+        collected = []
         with self._counted_errors("recorder"):
-            evidence = self._evidence.collect(root, self._veil)
-        return (
-            evidence,
-            None if evidence is not None else "collecting it failed; the engine's log says why",
-        )
+            collected.append(self._evidence.collect(root, self._veil))
+        if not collected:
+            return None, "collecting it failed; the engine's log says why"
+        return collected[0], None
 
     def _end(self, incident: Incident) -> None:
         now = self._clock()

@@ -1,0 +1,51 @@
+"""``kvcanary replay``: an incident once more, on the CPU, from its report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+from kvcanary_plugin.commands.parsers import Subparsers
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "replay",
+        help="run the forwards that an incident recorded, and see whether it happens again",
+        description="Rebuilds slots, page table and the recorded forwards of an incident on the"
+        " CPU, runs them through the canary, and says whether the same violation comes out, and"
+        " whether the recorded events explain it. FILE is a report file or one of its lines. Exit"
+        " status 0 if every incident came out the same, 1 if one did not, 2 for a file that cannot"
+        " be replayed.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="report file or report.directory")
+    parser.add_argument("--incident", metavar="ID", help="replay this incident only")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvcanary_plugin.incident_file import IncidentFileError, read_incidents
+    from kvcanary_plugin.replay import replay, story
+
+    try:
+        incidents, _ = read_incidents(arguments.file)
+        chosen = [i for i in incidents if arguments.incident in (None, i.id)]
+        if not chosen:
+            what = "no incident" if arguments.incident is None else "no such incident"
+            raise IncidentFileError(
+                f"kvcanary: {arguments.file} holds {what}; it holds"
+                f" {', '.join(incident.id for incident in incidents) or 'none'}"
+            )
+        reproduced = True
+        for incident in chosen:
+            result = replay(incident)
+            for paragraph in story(incident, result):
+                print(textwrap.fill(paragraph, 96, subsequent_indent="  "))
+            print()
+            reproduced &= result.reproduced
+    except IncidentFileError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0 if reproduced else 1

@@ -1,0 +1,151 @@
+"""The slots around an incident: what was recorded for each position, and what was found there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvcanary_plugin.incident_file import Evidence, Place, Slots
+from kvcanary_plugin.kernels.consts import PADDING_SLOT
+from kvcanary_plugin.report_page.html import Html, element
+
+# Positions shown before and behind the root.
+_AROUND: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    token: int
+    position: int
+    prev_hash: int
+    next_hash: int
+    state: str
+    writer_uid: int
+    writer_step: int
+
+
+def slots_around(evidence: Evidence, root: Place) -> Html:
+    """A table of the reader's slots around the root's position."""
+    reader = next((request for request in evidence.requests if request.role == "reader"), None)
+    records = _records(evidence, root.group)
+    if reader is None:
+        return _only_the_root(records, root, evidence)
+    row = next((row for row in reader.rows if row.group == root.group), None)
+    found_slots = row.slots if row is not None else []
+    end = reader.first + len(found_slots)
+    start = max(reader.first, root.read_position - _AROUND)
+    rows = []
+    for position in range(start, min(end, root.read_position + _AROUND + 1)):
+        slot = found_slots[position - reader.first]
+        before = found_slots[position - reader.first - 1] if position > reader.first else None
+        recorded = _recorded_write(evidence, reader.uid, position, root)
+        rows.append(
+            element(
+                "tr",
+                element("td", position),
+                element("td", recorded or element("span", "not in the window", class_="soft")),
+                *_cells(slot, records.get(slot), evidence),
+                element("td", *_verdict(position, slot, before, records, root)),
+                class_="root" if position == root.read_position else None,
+            )
+        )
+    head = ("position", "recorded", "slot found", "holds", "written by", "state", "")
+    return element(
+        "div",
+        element("table", element("tr", *(element("th", name) for name in head)), *rows),
+        element(
+            "p",
+            "Recorded: what the forwards of the window wrote for that position. Found: what the"
+            " page table and the records said when the report was written, a moment after the"
+            " violation.",
+            class_="soft",
+        ),
+        class_="scroll",
+    )
+
+
+def _only_the_root(records: dict[int, _Record], root: Place, evidence: Evidence) -> Html:
+    head = ("slot", "holds", "written by", "state")
+    return element(
+        "table",
+        element("tr", *(element("th", name) for name in head)),
+        element("tr", *_cells(root.slot, records.get(root.slot), evidence), class_="root"),
+    )
+
+
+def _cells(slot: int, record: _Record | None, evidence: Evidence) -> list[Html]:
+    if record is None:
+        return [element("td", slot), element("td", "no slot of the pool", colspan=3)]
+    names = {request.uid: request.id for request in evidence.requests}
+    writer = "nobody"
+    if record.writer_uid >= 0:
+        name = names.get(record.writer_uid) or f"#{record.writer_uid}"
+        writer = f"{name}, step {record.writer_step}"
+    never = record.state == "allocated"
+    return [
+        element("td", slot),
+        element("td", "nothing" if never else f"position {record.position}"),
+        element("td", writer, class_="id"),
+        element("td", record.state),
+    ]
+
+
+def _verdict(
+    position: int, slot: int, before: int | None, records: dict[int, _Record], root: Place
+) -> list[Html]:
+    """What is wrong with a slot, as far as the records tell; the violation itself at the root."""
+    wrong = []
+    if position == root.read_position:
+        wrong = [f"{label}" for label in root.checks]
+        if slot != root.slot:
+            wrong.append(f"slot {root.slot} was read at step {root.step}")
+    else:
+        record, previous = records.get(slot), records.get(before) if before is not None else None
+        if record is None:
+            wrong.append("names no slot")
+        elif record.state in ("free", "allocated"):
+            wrong.append(record.state)
+        else:
+            if record.position != position:
+                wrong.append("position")
+            if previous is not None and previous.next_hash != record.prev_hash:
+                wrong.append("does not continue the slot before")
+    if not wrong:
+        return [element("span", "ok", class_="good")]
+    return [element("span", ", ".join(wrong), class_="bad")]
+
+
+def _records(evidence: Evidence, group: str) -> dict[int, _Record]:
+    result = {}
+    columns: Slots
+    for columns in evidence.slots:
+        if columns.group == group:
+            result.update(
+                (slot, _Record(*values))
+                for slot, *values in zip(
+                    columns.slot,
+                    columns.token,
+                    columns.position,
+                    columns.prev_hash,
+                    columns.next_hash,
+                    columns.state,
+                    columns.writer_uid,
+                    columns.writer_step,
+                    strict=True,
+                )
+            )
+    return result
+
+
+def _recorded_write(evidence: Evidence, uid: int, position: int, root: Place) -> str | None:
+    """Where the request last wrote a position, in the window."""
+    for forward in reversed(evidence.window):
+        for part in forward.parts:
+            entry = position - part.prefix_len - part.first
+            slots = part.slots[root.group]
+            if part.uid == uid and 0 <= entry < len(slots):
+                slot = slots[entry]
+                return f"slot {slot}, step {forward.step}" + (
+                    "" if slot > PADDING_SLOT else " (not stored)"
+                )
+    return None
