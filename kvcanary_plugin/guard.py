@@ -18,6 +18,8 @@ from kvcanary_plugin.kernels import (
     pack_kernel_kind,
 )
 from kvcanary_plugin.kernels.consts import VIOLATION_FIELDS
+from kvcanary_plugin.lifecycle import SlotEvents
+from kvcanary_plugin.kernels.packing import read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +89,10 @@ class SlotRecords:
         self.slots.writer_step[slots] = -1
 
 
+# Rows that the first look of the scrub may leave behind between two forwards.
+_SUSPECTS = 256
+
+
 class GroupGuard:
     """Records, slot states, counters and launch contexts of one group."""
 
@@ -107,27 +113,37 @@ class GroupGuard:
         self.slot_records = slot_records
         self.records = slot_records.records
         self.slots = slot_records.slots
+        self.events = SlotEvents()
         self.write_plan = WritePlan.allocate(write_req_capacity=max_requests, device=device)
         self.chain_position_assert = torch.ones(1, dtype=torch.int32, device=device)
-        self._sink = sink
+        self.seal_mode = seal_mode
+        self.suspects = ViolationSink.allocate(capacity=_SUSPECTS, device=device)
         self._contexts = {
-            tag: self._make_context(tag, mode)
+            tag: self._make_context(tag, mode, sink)
             for tag, mode in (
                 (LaunchTag.LIFECYCLE, RealKvHashMode.NONE),
                 (LaunchTag.VERIFY, verify_mode),
                 (LaunchTag.WRITE, RealKvHashMode.NONE),
                 (LaunchTag.SEAL, seal_mode),
-                (LaunchTag.SCRUB, seal_mode),
+                (LaunchTag.REVERIFY, verify_mode),
+                (LaunchTag.ADOPT, seal_mode),
             )
         }
+        # The scrub looks twice (see scrub.py): only what its second look finds is a violation.
+        self._contexts[LaunchTag.SCRUB] = self._make_context(
+            LaunchTag.SCRUB, seal_mode, self.suspects
+        )
+        self.scrub_second_look = self._make_context(LaunchTag.SCRUB, seal_mode, sink)
 
-    def _make_context(self, tag: LaunchTag, mode: RealKvHashMode) -> VerifyOrWriteContext:
+    def _make_context(
+        self, tag: LaunchTag, mode: RealKvHashMode, sink: ViolationSink
+    ) -> VerifyOrWriteContext:
         device = self.group.device
         return VerifyOrWriteContext(
             canary_buf=self.records,
             kernel_kind=pack_kernel_kind(tag, self.index),
-            violation_ring=self._sink.ring,
-            violation_write_index=self._sink.write_index,
+            violation_ring=sink.ring,
+            violation_write_index=sink.write_index,
             slot_run_counter=torch.zeros(1, dtype=torch.int64, device=device),
             kernel_run_counter=torch.zeros(1, dtype=torch.int64, device=device),
             real_kv_sources=self.group.sources if mode is not RealKvHashMode.NONE else (),
@@ -140,6 +156,13 @@ class GroupGuard:
                 else None
             ),
         )
+
+    @property
+    def sealed_bytes_per_slot(self) -> int:
+        """Bytes of a slot that a fold reads; 0 where nothing is sealed."""
+        if self.seal_mode == RealKvHashMode.NONE:
+            return 0
+        return sum(read_bytes(source, self.seal_mode) for source in self.group.sources)
 
     def context(self, tag: LaunchTag) -> VerifyOrWriteContext:
         """The launch context of one step of the forward."""

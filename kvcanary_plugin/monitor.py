@@ -16,13 +16,23 @@ from contextlib import contextmanager
 import torch
 
 from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.carried import (
+    CarriedRecords,
+    ExternalSlots,
+    adopt,
+    export_records,
+    import_records,
+    verify_bytes,
+)
 from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.forward import ForwardKind, ForwardResult, ForwardStep
+from kvcanary_plugin.gate import EngineGate
 from kvcanary_plugin.guard import GroupGuard, SlotRecords, ViolationSink
 from kvcanary_plugin.identity import PrefixHasher
 from kvcanary_plugin.kernels import (
     LaunchTag,
     RealKvHashMode,
+    SlotEvent,
     TableReads,
     launch_canary_prepare_kernel,
     launch_canary_seal_kernel,
@@ -33,6 +43,8 @@ from kvcanary_plugin.kernels.consts import EventKind
 from kvcanary_plugin.metrics import ErrorPlace
 from kvcanary_plugin.oracle import TokenHistory
 from kvcanary_plugin.recorder import FlightRecorder
+from kvcanary_plugin.reverify import Reverifier
+from kvcanary_plugin.scrub import Scrubber
 from kvcanary_plugin.violations import KVCanaryViolationError
 
 logger = logging.getLogger(__name__)
@@ -42,8 +54,8 @@ class CanaryMonitor:
     """Runs the canary's steps around each forward of one engine rank.
 
     Not thread-safe: :meth:`before_forward` and :meth:`after_forward` are called in turn by the
-    thread that launches the engine's forwards, with the forward's stream current. Counters and
-    state may be read from any thread.
+    thread that launches the engine's forwards, with the forward's stream current. :meth:`on_idle`
+    is called by one other thread now and then. Counters and state may be read from any thread.
     """
 
     def __init__(
@@ -88,6 +100,11 @@ class CanaryMonitor:
         )
         self.history = self._make_history(groups[0]) if self._needs_history(config) else None
         self.recorder = FlightRecorder(config.recorder.forwards)
+        self._gate = EngineGate(device)
+        self.scrubber = Scrubber(guards=self.guards, settings=config.scrub, gate=self._gate)
+        self.reverifier = Reverifier(guards=self.guards, max_requests=max_requests)
+        self.external_slots = tuple(ExternalSlots(guard) for guard in self.guards)
+        self._last_step = -1
         self.blind_because: str | None = None
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self._prefix_hasher = PrefixHasher()
@@ -97,19 +114,24 @@ class CanaryMonitor:
     def before_forward(self, step: ForwardStep) -> None:
         """Steps 1 to 3: everything that has to happen before the engine's forward is launched."""
         self._raise_pending()
+        self._gate.engine_enters()
         self._step = step
         self._result = ForwardResult.UNCHECKED
         if self.blind_because is not None:
             return
         with self.guard_errors("launch"):
             self._result = ForwardResult.CHECKED
+            events = [self._take_events(guard) for guard in self.guards]
             self._record(step)
             expected = self._expected_inputs(step)
             prefix_hashes = self._prefix_hashes(step)
-            for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
+            for guard, out_cache_loc, happened in zip(
+                self.guards, step.out_cache_loc, events, strict=True
+            ):
                 reads = self._reads(guard, step, prefix_hashes)
-                self._apply_lifecycle_events(guard, reads, out_cache_loc, step)
+                self._apply_lifecycle_events(guard, reads, out_cache_loc, happened, step)
                 self._verify(guard, reads, step)
+                self.reverifier.keep(guard, reads)
                 self._write(guard, out_cache_loc, expected, step)
 
     def after_forward(self) -> None:
@@ -119,8 +141,17 @@ class CanaryMonitor:
             with self.guard_errors("launch"):
                 for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
                     self._seal(guard, out_cache_loc, step)
+                    self._reverify(guard, step)
+                self._scrub(step)
+                self._last_step = step.step
+        self._gate.engine_leaves()
         kind = step.kind if step is not None else ForwardKind.UNKNOWN
         self.forward_counts[kind, self._result] += 1
+
+    def on_idle(self) -> None:
+        """Called now and then by a thread of its own: an idle engine scrubs too."""
+        if self.blind_because is None and self._config.mode != "off":
+            self.scrubber.on_idle()
 
     def record_sampled(
         self, request_rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
@@ -138,32 +169,94 @@ class CanaryMonitor:
         that reads what was changed.
         """
         if self.blind_because is None:
-            with self.guard_errors("lifecycle"):
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
                 self.guards[index].slot_records.copy(source, destination)
                 self.recorder.record_event(
-                    EventKind.MOVE, group=index, slots=destination, sources=source
+                    EventKind.MOVE,
+                    group=index,
+                    slots=destination.clone(),
+                    sources=source.clone(),
                 )
 
     def forget_slots(self, index: int, slots: torch.Tensor) -> None:
         """The engine has cleared the K/V of ``slots`` (int64 [n]): nobody has written them."""
         if self.blind_because is None:
-            with self.guard_errors("lifecycle"):
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
                 self.guards[index].slot_records.forget(slots)
-                self.recorder.record_event(EventKind.RESET, group=index, slots=slots)
+                self.recorder.record_event(EventKind.RESET, group=index, slots=slots.clone())
 
     def forget_everything(self) -> None:
-        """The engine has dropped all K/V (after its warm-up, or when it wakes up)."""
+        """The engine has dropped all K/V (after its warm-up, or when it wakes up).
+
+        Also before it gives the memory of the K/V away: nothing reads bytes that nobody has written.
+        """
         if self.blind_because is None:
-            with self.guard_errors("lifecycle"):
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
                 for guard in self.guards:
                     guard.slot_records.forget(slice(None))
                     self.recorder.record_event(EventKind.RESET, group=guard.index, slots=None)
+
+    def export_slots(self, index: int, slots: torch.Tensor) -> CarriedRecords | None:
+        """What to take along when the bytes of ``slots`` (int64 [n]) go to another place.
+
+        None when the canary is blind: then there is nothing to vouch for.
+        """
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"):
+                return export_records(self.guards[index], slots)
+        return None
+
+    def import_slots(
+        self, index: int, slots: torch.Tensor, carried: CarriedRecords, *, verify: bool = True
+    ) -> None:
+        """The bytes of ``slots`` have come back with their records (``import_records``).
+
+        Like the two below before the forward that reads them, outside of any forward.
+        """
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
+                import_records(
+                    self.guards[index], slots, carried, step=self._last_step, verify=verify
+                )
+
+    def verify_imported(self, index: int, slots: torch.Tensor, carried: CarriedRecords) -> None:
+        """The bytes of slots that were imported without ``verify`` are there now."""
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
+                verify_bytes(self.guards[index], slots, carried, step=self._last_step)
+
+    def adopt_slots(
+        self,
+        index: int,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        previous_slot: int = -1,
+        request_uid: int = -1,
+        identity_key: int = 0,
+    ) -> None:
+        """Somebody else has filled ``slots``; no records came along (``adopt``)."""
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
+                adopt(
+                    self.guards[index],
+                    slots,
+                    tokens,
+                    positions,
+                    previous_slot=previous_slot,
+                    request_uid=request_uid,
+                    identity_key=identity_key,
+                    step=self._last_step,
+                )
 
     def reconfigure(self, config: CanaryConfig) -> None:
         """Take over settings that may change while the engine serves."""
         if self.history is None and self._needs_history(config):
             # Tokens of requests already running are not known; the table fills as they arrive.
             self.history = self._make_history(self.guards[0].group)
+        if config.scrub != self._config.scrub:
+            self.scrubber.reconfigure(config.scrub)
         self._config = config
 
     @property
@@ -186,6 +279,7 @@ class CanaryMonitor:
         guard: GroupGuard,
         reads: TableReads,
         out_cache_loc: torch.Tensor,
+        events: Sequence[SlotEvent],
         step: ForwardStep,
     ) -> None:
         launch_canary_prepare_kernel(
@@ -194,6 +288,7 @@ class CanaryMonitor:
             write_plan_out=guard.write_plan,
             out_cache_loc=out_cache_loc,
             step=step.step,
+            events=events,
         )
 
     def _verify(self, guard: GroupGuard, reads: TableReads, step: ForwardStep) -> None:
@@ -232,7 +327,31 @@ class CanaryMonitor:
             step=step.step,
         )
 
+    def _reverify(self, guard: GroupGuard, step: ForwardStep) -> None:
+        checks = self._config.checks.table_changed and guard.group.table_stable_through_forward
+        self.reverifier.look_again(guard, step, compare_tables=checks)
+
+    def _scrub(self, step: ForwardStep) -> None:
+        if self._config.mode != "off":
+            self.scrubber.after_forward(step.step)
+        for external in self.external_slots:
+            external.refresh()
+
     # --- what the steps need --------------------------------------------------------------------
+
+    def _take_events(self, guard: GroupGuard) -> Sequence[SlotEvent]:
+        """What the allocator did since the last forward; the recorder keeps it as well."""
+        events = guard.events.take()
+        for event in events:
+            moved = event.destinations is not None
+            self.recorder.record_event(
+                event.kind,
+                group=guard.index,
+                slots=event.destinations if moved else event.slots,
+                sources=event.slots if moved else None,
+                page_size=event.page_size,
+            )
+        return events
 
     def _reads(
         self,

@@ -26,6 +26,7 @@ from kvcanary_plugin.kernels.context import (
     VerifyOrWriteContext,
     allocate_records,
 )
+from kvcanary_plugin.kernels.events import SlotEvent
 from kvcanary_plugin.kernels.hashes import (
     chain_hash,
     chain_hash_reference,
@@ -80,6 +81,7 @@ __all__ = [
     "LaunchTag",
     "RealKvHashMode",
     "RealKvSource",
+    "SlotEvent",
     "SlotState",
     "SlotTable",
     "TableReads",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcanary_plugin.kernels.arguments import check_prepare, check_requests_fit
 from kvcanary_plugin.kernels.backend import kernels_for
 from kvcanary_plugin.kernels.context import VerifyOrWriteContext
+from kvcanary_plugin.kernels.events import SlotEvent, pack_events
 from kvcanary_plugin.kernels.inputs import TableReads, WritePlan
 from kvcanary_plugin.kernels.lifecycle_ref import launch_canary_prepare_kernel_torch_reference
 from kvcanary_plugin.kernels.packing import packed
@@ -19,8 +22,9 @@ def launch_canary_prepare_kernel(
     write_plan_out: WritePlan,
     out_cache_loc: torch.Tensor,
     step: int,
+    events: Sequence[SlotEvent] = (),
 ) -> None:
-    """Fill the write plan of this forward and mark the slots that it is about to write.
+    """Apply lifecycle events, fill the write plan of this forward, mark the slots it will write.
 
     The plan receives offsets, chain seeds, and (where it has the tensors) request uids and identity
     keys. With a slot table, ``writer_step`` becomes ``step`` for every slot of
@@ -33,6 +37,8 @@ def launch_canary_prepare_kernel(
         write_plan_out: receives the plan.
         out_cache_loc: int32 or int64 [n]; slots of this forward's tokens, -1 to skip.
         step: number of this forward.
+        events: what the allocator did since the last forward, in that order; applied to the slot
+            table first. A slot handed out that was not free, or given back that was, is a row.
 
     ValueError for tensors of a wrong shape, dtype or device, and for more requests than the plan
     holds.
@@ -47,6 +53,7 @@ def launch_canary_prepare_kernel(
             write_plan_out=write_plan_out,
             out_cache_loc=out_cache_loc,
             step=step,
+            events=events,
         )
         return
     try:
@@ -67,6 +74,7 @@ def launch_canary_prepare_kernel(
             reads.full_to_swa_index_mapping,
             reads.identity_keys,
             out_cache_loc,
+            pack_events(events, device=words.device),
             step,
         )
     except Exception:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcanary_plugin.kernels.arguments import check_prepare
 from kvcanary_plugin.kernels.context import VerifyOrWriteContext
+from kvcanary_plugin.kernels.events import SlotEvent
+from kvcanary_plugin.kernels.events_ref import apply_events
 from kvcanary_plugin.kernels.inputs import TableReads, WritePlan
 from kvcanary_plugin.kernels.packing import packed
 from kvcanary_plugin.kernels.plan_ref import fill_write_plan
@@ -20,6 +24,7 @@ def launch_canary_prepare_kernel_torch_reference(
     write_plan_out: WritePlan,
     out_cache_loc: torch.Tensor,
     step: int,
+    events: Sequence[SlotEvent] = (),
 ) -> None:
     """Reference of ``launch_canary_prepare_kernel``: same arguments, bytes and errors."""
     packed(context)
@@ -27,6 +32,7 @@ def launch_canary_prepare_kernel_torch_reference(
         context=context, reads=reads, write_plan_out=write_plan_out, out_cache_loc=out_cache_loc
     )
     context.kernel_run_counter.add_(1)
+    apply_events(context, events, step=step)
     table = PageTable(
         reads.page_table, reads.page_size, reads.full_to_swa_index_mapping, reads.swa_window_size
     )

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from kvcanary_plugin.kernels import (
+    EventKind,
     RealKvHashMode,
     RealKvSource,
+    SlotEvent,
     SlotTable,
     TableReads,
     TableSnapshot,
@@ -548,7 +550,23 @@ def random_prepare(dice: Dice) -> dict[str, Any]:
         "write_plan_out": plan,
         "out_cache_loc": dice.integers(slots),
         "step": dice.randint(0, 6),
+        "events": tuple(random_event(dice, num_slots) for _ in range(dice.choice((0, 0, 1, 3, 30)))),
     }
+
+
+def random_event(dice: Dice, num_slots: int) -> SlotEvent:
+    """A lifecycle event; entries of one event are distinct where the order would matter."""
+    kind = dice.choice((EventKind.ALLOC, EventKind.FREE, EventKind.MOVE, EventKind.RESET))
+    if kind == EventKind.RESET:
+        return SlotEvent(kind=kind)
+    page_size = dice.choice((1, 1, 3)) if kind != EventKind.MOVE else 1
+    places = [-1, 0, num_slots, *range(1, num_slots // page_size)]
+    entries = dice.sample(places, min(len(places), dice.choice((0, 1, 5, 40))))
+    if kind != EventKind.MOVE:
+        return SlotEvent(kind=kind, slots=dice.integers(entries), page_size=page_size)
+    slots = dice.integers(entries)
+    destinations = torch.tensor(dice.sample(places, len(entries)), dtype=slots.dtype)
+    return SlotEvent(kind=kind, slots=slots, destinations=destinations)
 
 
 def random_seal(dice: Dice) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class World:
     swa_slots: int = 0
     swa_window: int = 0
     page_size: int = 1
+    tracks_allocation: bool = False
     config: CanaryConfig = field(default_factory=lambda: checking_everything())
 
     def __post_init__(self) -> None:
@@ -95,6 +96,7 @@ class World:
             padding_row=0,
             sources=tuple(row_source(buffer, page_size=self.page_size) for buffer in kv),
             full_to_swa=lookup,
+            tracks_allocation=self.tracks_allocation,
             swa_window_size=self.swa_window if lookup is not None else 0,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.hooks.sglang import flag, versions
+from kvcanary_plugin.hooks.sglang.allocators import follow, followable
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
 from kvcanary_plugin.hooks.sglang.pools import guarded_pools
 from kvcanary_plugin.metrics import RankLabels
@@ -44,6 +45,8 @@ class Session:
             else None
         )
 
+        self._follow_allocators(model_runner)
+
     def forward(self, run: Callable[[], Any], forward_batch: Any) -> Any:
         """The engine's forward ``run`` with the canary's steps around it."""
         if self._translator is None:
@@ -59,6 +62,21 @@ class Session:
         self._canary.monitor.record_sampled(
             forward_batch.req_pool_indices[:count], forward_batch.seq_lens[:count], tokens
         )
+
+    def _follow_allocators(self, model_runner: Any) -> None:
+        if self._canary.monitor is None:
+            return
+        parts = followable(model_runner.token_to_kv_pool_allocator)
+        for guard in self._canary.monitor.guards:
+            if guard.group.tracks_allocation:
+                follow(parts[guard.group.name], guard.events)
+            else:
+                logger.warning(
+                    "kvcanary: group %s: allocator class %s is not followed; freed_read,"
+                    " write_owned, double_free and double_alloc cannot be seen",
+                    guard.group.name,
+                    type(model_runner.token_to_kv_pool_allocator).__name__,
+                )
 
     def _translate(self, forward_batch: Any) -> Any:
         assert self._translator is not None

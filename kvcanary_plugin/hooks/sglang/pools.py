@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvcanary_plugin.cache import KVCacheGroup, row_source
+from kvcanary_plugin.hooks.sglang.allocators import followable
 from kvcanary_plugin.kernels import RealKvSource
 
 # Row 0 of req_to_token pads CUDA-graph batches.
@@ -59,6 +60,7 @@ def _group(model_runner: Any, pool: Any, name: str, buffers: list[torch.Tensor])
         page_table=model_runner.req_to_token_pool.req_to_token,
         page_size=1,
         padding_row=PADDING_ROW,
+        tracks_allocation=name in followable(model_runner.token_to_kv_pool_allocator),
         sources=_slot_sources(buffers),
     )
 

@@ -183,6 +183,23 @@ inline LaunchContext read_launch(const TensorView& launch) {
   return context;
 }
 
+struct EventList {
+  const Event* rows;  // on the host
+  int64_t count;
+};
+
+// kernels/events.py has validated the tensors behind the addresses.
+inline EventList event_list(const Optional<TensorView>& events) {
+  if (!events.has_value()) return {nullptr, 0};
+  const TensorView& table = events.value();
+  constexpr int64_t kWords = sizeof(Event) / sizeof(int64_t);
+  KVCANARY_CHECK(table.device().device_type == kDLCPU && is_int(table.dtype(), 64) &&
+                 table.ndim() == 2 && table.size(1) == kWords && table.IsContiguous())
+      << "events must be the int64 [k, " << kWords << "] on the host that events.py makes, got "
+      << dtype_text(table.dtype()) << ' ' << shape_text(table);
+  return {static_cast<const Event*>(table.data_ptr()), table.size(0)};
+}
+
 // A launch without any other tensor takes the records along: they name the device, and with it the
 // stream that tvm-ffi picks.
 inline void check_records(const TensorView& records, const LaunchContext& context) {

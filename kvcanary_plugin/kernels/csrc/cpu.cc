@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "checks.h"
+#include "cpu_events.h"
 #include "cpu_plan.h"
 #include "cpu_pool.h"
 #include "cpu_snapshot.h"
@@ -214,7 +215,7 @@ void canary_prepare(TensorView launch, TensorView write_offsets, TensorView seed
                     int64_t padding_row, TensorView request_rows, TensorView request_uids,
                     TensorView prefix_lens, TensorView extend_lens,
                     Optional<TensorView> full_to_swa, Optional<TensorView> identity_keys,
-                    TensorView out_cache_loc, int64_t step) {
+                    TensorView out_cache_loc, Optional<TensorView> events, int64_t step) {
   const Pool pool = pool_of(launch);
   const Batch batch = batch_of(request_rows, prefix_lens, extend_lens, padding_row);
   const WritePlanOut plan = write_plan_out(write_offsets, seed_slots, num_valid_reqs, batch.size());
@@ -230,7 +231,9 @@ void canary_prepare(TensorView launch, TensorView write_offsets, TensorView seed
   const int64_t* keys =
       optional_int64_vector(identity_keys, "identity_keys", kHost, batch.size(), "request_rows");
   const IntArray slots = integers(out_cache_loc, "out_cache_loc", kHost);
+  const EventList happened = event_list(events);
 
+  apply_events(pool, happened.rows, happened.count, step);
   fill_write_plan(plan, table, batch);
   if (uids_out != nullptr) std::copy_n(uids, batch.size(), uids_out);
   if (keys_out != nullptr && keys != nullptr) std::copy_n(keys, batch.size(), keys_out);

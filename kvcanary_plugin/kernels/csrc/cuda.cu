@@ -329,19 +329,30 @@ void canary_plan(TensorView verify_slots, TensorView verify_tokens, TensorView v
                    kPlanThreads, arguments);
 }
 
+// The first events of the list, as many as one launch takes; they leave the list.
+EventArguments take_events(EventList& happened, int64_t step) {
+  EventArguments arguments{};
+  arguments.count = std::min<int64_t>(happened.count, kEventsPerLaunch);
+  arguments.step = step;
+  std::copy_n(happened.rows, arguments.count, arguments.events);
+  happened.rows += arguments.count;
+  happened.count -= arguments.count;
+  return arguments;
+}
+
 void canary_prepare(TensorView launch, TensorView write_offsets, TensorView seed_slots,
                     TensorView num_valid_reqs, Optional<TensorView> plan_uids,
                     Optional<TensorView> plan_keys, TensorView page_table, int64_t page_size,
                     int64_t padding_row, TensorView request_rows, TensorView request_uids,
                     TensorView prefix_lens, TensorView extend_lens,
                     Optional<TensorView> full_to_swa, Optional<TensorView> identity_keys,
-                    TensorView out_cache_loc, int64_t step) {
+                    TensorView out_cache_loc, Optional<TensorView> events, int64_t step) {
   const LaunchContext context = checked_launch(launch);
   const DLDevice device = launch_device(context);
   const Batch batch = batch_of(request_rows, prefix_lens, extend_lens, device, padding_row);
   const int64_t num_requests = request_rows.numel(), capacity = seed_slots.numel();
   const char* const seeds_name = "plan.write_seed_slot_indices";
-  const PrepareArguments arguments{
+  PrepareArguments arguments{
       write_plan_out(write_offsets, seed_slots, num_valid_reqs, device, num_requests),
       optional_int64_vector(plan_uids, "plan.write_request_uids", device, capacity, seeds_name),
       optional_int64_vector(plan_keys, "plan.write_identity_keys", device, capacity, seeds_name),
@@ -350,15 +361,23 @@ void canary_prepare(TensorView launch, TensorView write_offsets, TensorView seed
       int64_vector(request_uids, "request_uids", device),
       optional_int64_vector(identity_keys, "identity_keys", device, num_requests, "request_rows"),
       integers(out_cache_loc, "out_cache_loc", device),
-      step};
+      step,
+      {}};
   check_size("request_uids", request_uids.numel(), num_requests, "request_rows");
+  EventList happened = event_list(events);
 
   const OnDevice on_device(device);
 
+  while (happened.count > kEventsPerLaunch) {
+    on_device.launch("canary_events", events_kernel, dim3(1), kPlanThreads, context,
+                     take_events(happened, step));
+  }
+  arguments.happened = take_events(happened, step);
   const int64_t threads = std::max(out_cache_loc.numel(), num_requests * kWarpSize);
+  const int64_t grid = arguments.happened.count > 0 ? 1 : divide_up(threads, kPlanThreads);
   on_device.launch("canary_prepare", prepare_kernel,
-                   dim3(blocks(divide_up(threads, kPlanThreads), on_device.multiprocessors())),
-                   kPlanThreads, context, arguments);
+                   dim3(blocks(grid, on_device.multiprocessors())), kPlanThreads, context,
+                   arguments);
 }
 
 void canary_seal(TensorView launch, TensorView write_offsets, TensorView num_valid_reqs,

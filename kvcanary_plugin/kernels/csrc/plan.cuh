@@ -1,6 +1,7 @@
 // Filling plans from the page table, marking the slots of a forward, translating slots.
 #pragma once
 
+#include "events.cuh"
 #include "slots.cuh"
 #include "table.h"
 #include "violations.cuh"
@@ -137,12 +138,14 @@ struct PrepareArguments {
   const int64_t* identity_keys;  // or null: all 0
   IntArray out_cache_loc;
   int64_t step;
+  EventArguments happened;  // with any in it the launch has one block, which applies them first
 };
 
 __global__ void __launch_bounds__(kPlanThreads)
     prepare_kernel(const __grid_constant__ LaunchContext launch,
                    const __grid_constant__ PrepareArguments arguments) {
   count_launch(launch);
+  apply_events(launch, arguments.happened);
   const Batch& batch = arguments.batch;
   if (blockIdx.x == 0 && threadIdx.x == 0) fill_write_header(arguments.write_plan, batch);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kPlanWarps;

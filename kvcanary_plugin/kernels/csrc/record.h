@@ -48,6 +48,7 @@ enum FailReason : int64_t {
 
 enum SlotState : int32_t { kFree = 0, kAllocated = 1, kWritten = 2, kSealed = 3, kExternal = 4 };
 constexpr int32_t kStateMask = 0xFF;
+constexpr uint32_t kGeneration = 1u << 8;  // one allocation, in the upper bits of the state word
 
 enum EventKind : int64_t {
   kEventAlloc = 0,
@@ -57,6 +58,17 @@ enum EventKind : int64_t {
   kEventAdopt = 4,
   kEventReset = 5,
 };
+
+// One lifecycle event: a row of the int64 [k, 6] table that the prepare launch takes on the host.
+struct Event {
+  int64_t kind;           // EventKind
+  int64_t slots;          // address of int32 | int64 [count]
+  int64_t count;
+  int64_t element_bytes;  // 4 | 8
+  int64_t page_size;      // slots of each entry; 1: entries are slots
+  int64_t destinations;   // address, kEventMove only
+};
+static_assert(sizeof(Event) == 48, "six int64 an event");
 
 struct ViolationRow {
   int64_t kernel_kind;
