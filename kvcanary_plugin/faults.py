@@ -145,26 +145,29 @@ class FaultInjector:
         candidates = torch.nonzero((lens >= minimum) & (uids >= 0)).flatten()
         if request.fault == "drop_write":
             candidates = torch.nonzero((step.extend_lens == 1) & (uids >= 0)).flatten()
-        if candidates.numel() == 0:
-            return None
-        row = int(candidates[0])
-        prefix = int(step.prefix_lens[row])
-        # Late in the prefix, so that a sliding window still reads it; not the very last slot, so
-        # that it has a successor whose chain can break.
-        position = prefix if plants_in_inputs or request.fault == "drop_write" else prefix - 3
-        slot = (
-            int(step.out_cache_loc[guard.index][_flat_start(step, row)])
-            if position == prefix
-            else _slot_at(guard, step, row, position)
-        )
-        return _Target(
-            guard=guard,
-            step=step,
-            batch_row=row,
-            position=position,
-            slot=slot,
-            source=request.source,
-        )
+        in_prefix = not plants_in_inputs and request.fault != "drop_write"
+        for batch_row in candidates.tolist():
+            prefix = int(step.prefix_lens[batch_row])
+            # Late in the prefix, so that a sliding window still reads it; not the very last slot,
+            # so that it has a successor whose chain can break.
+            position = prefix - 3 if in_prefix else prefix
+            written = step.out_cache_loc[guard.index]
+            slot = (
+                _slot_at(guard, step, batch_row, position)
+                if in_prefix
+                else int(written[_flat_start(step, batch_row)])
+            )
+            if in_prefix and bool((written == slot).any()):
+                continue  # another request writes the shared slot in this very forward
+            return _Target(
+                guard=guard,
+                step=step,
+                batch_row=batch_row,
+                position=position,
+                slot=slot,
+                source=request.source,
+            )
+        return None
 
 
 def _flat_start(step: ForwardStep, batch_row: int) -> int:
