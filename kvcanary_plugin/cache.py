@@ -27,6 +27,13 @@ class KVCacheGroup:
         token_offset: the slot of position p holds the K/V of the token at p + token_offset (draft
             models: 1).
         tracks_allocation: whether alloc / free events reach this group.
+        table_stable_through_forward: whether the rows that a forward reads (and the lookup table)
+            stay as they are until the end of that forward on its stream. Where an engine rewrites
+            them earlier by right, changes cannot be told from faults: `table_changed` is off.
+        freed_slots_keep_bytes: whether the bytes of a slot stay as they are from its last use until
+            a guarded forward writes it again, or the group hears of it (events, ``forget_slots``).
+            False where others, who are not guarded, use the memory of free slots as well: the scrub
+            then needs ``tracks_allocation``.
         pool: groups of one pool share records and slot states: their page tables hand out slots of
             one allocation, each slot to one group at a time, under one numbering. None: the group
             has a pool of its own.
@@ -42,6 +49,8 @@ class KVCacheGroup:
     swa_window_size: int = 0
     token_offset: int = 0
     tracks_allocation: bool = False
+    table_stable_through_forward: bool = False
+    freed_slots_keep_bytes: bool = True
     pool: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +67,18 @@ class KVCacheGroup:
                 f"kvcanary: group {self.name!r}: swa_window_size must be 0 (full attention) or "
                 f"positive, got {self.swa_window_size}"
             )
+
+    @property
+    def unsupported_checks(self) -> frozenset[str]:
+        """Labels of the checks that cannot work for this group, whatever the settings say."""
+        missing = set()
+        if not self.sources:
+            missing.add("real_kv")
+        if not self.tracks_allocation:
+            missing |= {"freed_read", "write_owned", "double_free", "double_alloc"}
+        if not self.table_stable_through_forward:
+            missing.add("table_changed")
+        return frozenset(missing)
 
     @property
     def device(self) -> torch.device:

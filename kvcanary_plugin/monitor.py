@@ -188,7 +188,7 @@ class CanaryMonitor:
     def forget_everything(self) -> None:
         """The engine has dropped all K/V (after its warm-up, or when it wakes up).
 
-        Also before it gives the memory of the K/V away: nothing reads bytes that nobody has written.
+        Also before it gives the memory away: bytes that nobody has written are not read.
         """
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():

@@ -1,0 +1,84 @@
+"""Keeps the engine's forwards and the canary's own work on an idle engine apart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class EngineGate:
+    """One side at a time: the engine, from the start of a forward to its end, or an idle turn.
+
+    The engine waits at most for the idle turn that has already begun; an idle turn never waits, it
+    does not take place while the engine is inside or while the device still works on what the
+    engine launched. An idle turn ends only when the device has done it, so that nothing on a
+    device overlaps either. Whatever changes records or slot states goes through here.
+
+    Args:
+        device: device of the records.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._device = device
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._engine_is_inside = False
+        self._left_at: float | None = None
+        cuda: Any = torch.cuda if device.type == "cuda" else None
+        self._launched = cuda.Event() if cuda is not None else None
+        self._idle_stream = cuda.Stream(device) if cuda is not None else None
+
+    def engine_enters(self) -> None:
+        """A forward begins. One that was never left (it failed) is begun again."""
+        with self._lock:
+            self._engine_is_inside = True
+
+    def engine_leaves(self) -> None:
+        """A forward, all of it, has been launched on the current stream."""
+        if self._launched is not None:
+            self._launched.record()
+        with self._lock:
+            self._left_at = self._clock()
+            self._engine_is_inside = False
+
+    @contextmanager
+    def engine_works(self) -> Iterator[None]:
+        """The engine changes records or states outside of a forward, on the current stream."""
+        with self._lock:
+            yield
+            if self._launched is not None:
+                self._launched.record()
+
+    def engine_left_before(self, seconds: float) -> bool:
+        """Whether at least one forward has been and none for that long."""
+        left_at = self._left_at
+        return left_at is not None and self._clock() - left_at >= seconds
+
+    @contextmanager
+    def idle_turn(self) -> Iterator[bool]:
+        """Yields whether the turn may take place; if so, nothing of the engine runs during it."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            if self._engine_is_inside or not self._device_is_done():
+                yield False
+            elif self._idle_stream is None:
+                yield True
+            else:
+                with torch.cuda.stream(self._idle_stream):
+                    yield True
+                self._idle_stream.synchronize()
+        finally:
+            self._lock.release()
+
+    def _device_is_done(self) -> bool:
+        return self._launched is None or bool(self._launched.query())
