@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvcanary_plugin.hooks.sglang.versions import puts_frees_off
 from kvcanary_plugin.lifecycle import SlotEvents
 
 _TOKEN_ALLOCATOR = "TokenToKVPoolAllocator"
@@ -39,8 +40,11 @@ def follow(allocator: Any, events: SlotEvents) -> None:
         return
     for method in ("alloc_extend", "alloc_decode"):
         _wrap(allocator, method, _after_alloc(events))
-    # The one place through which pages go back, whichever way they were freed.
-    _wrap(allocator, "_release_page_ids", _after_release(allocator, events))
+    if hasattr(allocator, "_release_page_ids"):
+        # The one place through which pages go back, whichever way they were freed.
+        _wrap(allocator, "_release_page_ids", _after_release(allocator, events))
+    else:
+        _wrap(allocator, "free", _after_paged_free(allocator, events))
 
 
 def _wrap(allocator: Any, method: str, after: Callable[..., None]) -> None:
@@ -65,9 +69,20 @@ def _after_alloc(events: SlotEvents) -> Callable[..., None]:
 def _after_free(allocator: Any, events: SlotEvents) -> Callable[..., None]:
     def after(_result: Any, slots: torch.Tensor) -> None:
         # Inside a free group the call is put off; the group's end frees all of it at once.
-        if allocator.free_group is None and slots.numel() > 0:
+        if not puts_frees_off(allocator) and slots.numel() > 0:
             # A copy: callers pass views of page-table rows that are rewritten later.
             events.free(slots.clone())
+
+    return after
+
+
+def _after_paged_free(allocator: Any, events: SlotEvents) -> Callable[..., None]:
+    """Before 0.5.21: the only way back, with any of a page's slots for the whole page."""
+
+    def after(_result: Any, slots: torch.Tensor) -> None:
+        if not puts_frees_off(allocator) and slots.numel() > 0:
+            page_size = int(allocator.page_size)
+            events.free_pages(torch.unique(slots // page_size), page_size=page_size)
 
     return after
 

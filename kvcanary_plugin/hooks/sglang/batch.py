@@ -10,7 +10,7 @@ import torch
 
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
-from kvcanary_plugin.hooks.sglang.versions import own_tokens
+from kvcanary_plugin.hooks.sglang.versions import own_tokens, request_row
 from kvcanary_plugin.identity import identity_key
 from kvcanary_plugin.kernels import translate_out_cache_loc
 from kvcanary_plugin.violations import RequestNames
@@ -210,7 +210,7 @@ class BatchTranslator:
         return tuple(
             HostTokens(
                 batch_row=row,
-                request_row=int(request.kv.req_pool_idx),
+                request_row=request_row(request),
                 request_uid=self._uid_of(request),
                 prefix_len=int(prefix[row]),
                 tokens=np.frombuffer(

@@ -45,3 +45,15 @@ def own_tokens(request: Any) -> Any:
     """``array('q')`` of a request's prompt and committed output, as the scheduler keeps it."""
     tokens = getattr(request, "full_untruncated_fill_ids", None)
     return request.fill_ids if tokens is None else tokens
+
+
+def request_row(request: Any) -> int:
+    """Row of a request in the page table."""
+    kv = getattr(request, "kv", None)  # before 0.5.21 the request itself knows its row
+    return int(request.req_pool_idx if kv is None else kv.req_pool_idx)
+
+
+def puts_frees_off(allocator: Any) -> bool:
+    """Whether the allocator collects frees now, to carry them out together later."""
+    is_open = getattr(allocator, "is_not_in_free_group", None)  # before 0.5.21
+    return allocator.free_group is not None if is_open is None else not is_open
