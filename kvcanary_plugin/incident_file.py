@@ -37,7 +37,8 @@ class _Model(BaseModel):
 class Place(_Model):
     """Where a check failed: the root of an incident, or one of what followed from it.
 
-    Fields are those of :class:`kvcanary_plugin.violations.Violation`, null for "unknown".
+    Fields are those of :class:`kvcanary_plugin.violations.Violation`, null for "unknown". Check
+    ``table_changed`` has in ``expected_hash`` the slot that the page table named before.
     """
 
     checks: list[CheckLabel] = Field(min_length=1)

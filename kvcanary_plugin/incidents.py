@@ -281,11 +281,12 @@ def cause_of(violation: Violation, *, reader_wrote_it_at: int | None = None) -> 
             f" read at step {v.step}"
         )
     if "out_of_pool" in labels:
-        return f"{slot} is none of the pool: {reader} was to write position {at} to it at step {v.step}"
+        return f"{slot} is none of the pool: {reader} was to write to it at step {v.step}"
     if "table_changed" in labels:
+        before = "" if v.expected_hash is None else f" from slot {int(v.expected_hash, 16)}"
         return (
-            f"{slot}: the page-table entry of {reader} for position {at} changed while the forward"
-            f" of step {v.step} that read it was running"
+            f"{slot}: the page-table entry of {reader} for position {at} changed to it{before}"
+            f" while the forward of step {v.step} was running"
         )
     if "write_input" in labels:
         return f"{slot}: {reader} wrote {_wrong_input(v, at)} at step {v.step}"

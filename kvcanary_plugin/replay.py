@@ -1,4 +1,4 @@
-"""Runs an incident once more: its slots, page-table rows and forwards, through a monitor on the CPU.
+"""Runs an incident once more: its slots, table rows and forwards, through a monitor on the CPU.
 
 The first run has nothing but what was recorded. If the violation comes out of it, the recorded
 events explain it (a forward wrote into a foreign slot), or it stood so when the window began. If it
@@ -56,7 +56,7 @@ MAX_POSITIONS: Final = 1 << 24
 MAX_TABLE_ENTRIES: Final = 1 << 26
 _KV_BYTES: Final = 16
 _PADDING_ROW: Final = 0
-_REPLAYED_PHASES: Final = ("verify", "write", "scrub", "reverify")
+_REPLAYED_PHASES: Final = ("lifecycle", "verify", "write", "reverify", "scrub")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +366,7 @@ class _Run:
 
     def _make_pools(self) -> list[_Pool]:
         named: dict[str, set[int]] = {group.name: set() for group in self._groups}
-        named[self._root.group].add(self._root.slot)
+        named[self._root.group].update((self._root.slot, self._slot_before()))
         for slots in self._evidence.slots:
             named[slots.group].update(slots.slot)
         for request in self._evidence.requests:
@@ -479,14 +479,14 @@ class _Run:
         if self._root.phase in ("verify", "reverify") and not _written_in_window(
             self._evidence, reader.uid, self._root.read_position, self._root.group
         ):
-            self._put_root_entry()
-
-    def _put_root_entry(self) -> None:
-        reader, root = self._reader, self._root
-        if reader is not None:
             row = self._row(reader.uid, reader.request_row)
-            slot = self._pool_of[self._root_group].numbering.dense(root.slot)
-            self._set_entry(self._root_group, row, root.read_position, slot)
+            slot = self._pool_of[self._root_group].numbering.dense(self._slot_before())
+            self._set_entry(self._root_group, row, self._root.read_position, slot)
+
+    def _slot_before(self) -> int:
+        """The slot that the root's entry of the page table named before its forward."""
+        before = self._root.expected_hash  # a slot, for this check
+        return before if "table_changed" in self._root.checks and before else self._root.slot
 
     def _set_entry(self, index: int, row: int, position: int, dense: int) -> None:
         table, lookup = self._tables[index], self._lookups[index]
@@ -509,14 +509,30 @@ class _Run:
         self._fill_made_up_slots()
         first = self._evidence.window[0].step
         for pool in self._pools:
-            rewritten = self._written_in(pool)
+            rewritten, changed = self._written_in(pool), self._first_changes(pool)
             for found in sorted(pool.found.values(), key=lambda found: found.position):
-                if found.slot in rewritten and found.writer_step >= first:
+                is_later = found.writer_step > self._root.step
+                if is_later or (found.slot in rewritten and found.writer_step >= first):
                     self._put_unwritten(pool, found.slot)
-                elif found.writer_step <= self._root.step:
-                    self._put(pool, found)
                 else:
-                    self._put_unwritten(pool, found.slot)
+                    self._put(pool, found)
+                # What was found is the state after the window's events, not before them.
+                dense = pool.numbering.dense(found.slot)
+                state = self._monitor.guards[pool.groups[0]].slots.state
+                if changed.get(found.slot) == "alloc":
+                    state[dense] = int(SlotState.FREE)
+                elif changed.get(found.slot) == "free" and found.state == "free":
+                    state[dense] = int(SlotState.SEALED)
+
+    def _first_changes(self, pool: _Pool) -> dict[int, str]:
+        """The first event of the window that gave out or took back each slot."""
+        changes: dict[int, str] = {}
+        for forward in self._evidence.window:
+            for event in forward.events:
+                if self._index[event.group] in pool.groups and event.kind in ("alloc", "free"):
+                    for slot in event.slots or ():
+                        changes.setdefault(slot, event.kind)
+        return changes
 
     def _fill_made_up_slots(self) -> None:
         reader = self._reader
@@ -624,10 +640,13 @@ class _Run:
             self._follow_move(pool, torch.tensor(sources), torch.tensor(slots))
         elif event.kind == "reset":
             monitor.forget_slots(index, torch.tensor(slots))
+        elif event.kind == "alloc":
+            monitor.guards[index].events.alloc(_int64(slots))
+        elif event.kind == "free":
+            monitor.guards[index].events.free(_int64(slots))
         else:
-            state = {"alloc": "allocated", "free": "free"}.get(event.kind, "external")
             for slot in slots:
-                self._set_state(pool, slot, state, UNKNOWN, event.uid, UNKNOWN)
+                self._set_state(pool, slot, "external", UNKNOWN, event.uid, UNKNOWN)
 
     def _follow_move(self, pool: _Pool, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Where a row names a slot that was moved, it names the new one from now on."""
@@ -896,13 +915,12 @@ class _Run:
                     f"the record of slot {root.slot} was written from outside:"
                     f" {', '.join(differs)} not as recorded"
                 )
-        state = root.slot_state
-        if state is not None and state.upper() in SlotState.__members__:
-            if int(guard.slots.state[dense]) & 0xFF != SlotState[state.upper()]:
-                guard.slots.state[dense] = int(SlotState[state.upper()])
-                self.changes.append(
-                    f"slot {root.slot} was {state}, which no recorded event made it"
-                )
+        state = SlotState.__members__.get((root.slot_state or "").upper())
+        if state is not None and int(guard.slots.state[dense]) & 0xFF != state:
+            guard.slots.state[dense] = int(state)
+            self.changes.append(
+                f"slot {root.slot} was {root.slot_state}, which no recorded event made it"
+            )
         if "real_kv" in root.checks:
             pool.kv[dense, 0] ^= 0xFF
             self.changes.append(
@@ -943,6 +961,18 @@ def _from_recorded(evidence: Evidence, root: Place) -> str:
         known = names.get(uid)
         return f"request {known}" if known is not None else f"request #{uid}"
 
+    if root.phase == "lifecycle":
+        return "explained by the recorded events of the allocator: " + "; ".join(
+            f"before step {forward.step} {event.kind}"
+            for forward in evidence.window
+            for event in forward.events
+            if event.group == root.group and (event.slots is None or root.slot in event.slots)
+        )
+    if "write_owned" in root.checks:
+        return (
+            f"explained by the recorded events: slot {root.slot} was in use when step {root.step}"
+            " wrote to it"
+        )
     if root.phase == "write":
         return (
             f"explained by the recorded events: what went into the forward of step {root.step}"
@@ -996,8 +1026,8 @@ def story(incident: Incident, result: Replay) -> list[str]:
     if incident.evidence is not None and incident.evidence.window:
         window = incident.evidence.window
         lines.append(
-            f"Replayed {result.forwards} forwards, steps {window[0].step} to {window[-1].step}. What"
-            f" they did to slot {root.slot}:"
+            f"Replayed {result.forwards} forwards, steps {window[0].step} to {window[-1].step}."
+            f" What they did to slot {root.slot}:"
         )
         lines += [f"- {event}" for event in slot_history(incident.evidence, root)] or ["- nothing"]
     place = (

@@ -24,7 +24,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to write (default: standard output)",
+        help="where to write (default: stdout)",
     )
     parser.add_argument(
         "--runbook",

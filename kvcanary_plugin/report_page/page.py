@@ -72,7 +72,7 @@ def _contents(incidents: Sequence[Incident]) -> Html:
     rows = [
         element(
             "tr",
-            element("td", _time(incident.time)),
+            element("td", _time(incident.time), class_="time"),
             element("td", element("a", incident.id, href=f"#{incident.id}")),
             element("td", " + ".join(incident.root.checks)),
             element("td", incident.cause),
@@ -129,7 +129,9 @@ def _incident(incident: Incident, end: IncidentEnd | None, source: str, runbook:
 def _root_facts(incident: Incident, end: IncidentEnd | None) -> list[tuple[str, str]]:
     root = incident.root
     position = str(root.position)
-    if root.expected_position not in (None, root.position):
+    if {"unwritten", "out_of_pool"} & set(root.checks):
+        position = str(root.read_position)
+    elif root.expected_position not in (None, root.position):
         position = f"holds {root.position}, read as {root.expected_position}"
         if root.phase == "write":
             position = f"{root.position} written, {root.expected_position} expected"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvcanary_plugin.incident_file import Evidence, Place, Slots
+from kvcanary_plugin.incident_file import Evidence, Place
 from kvcanary_plugin.kernels.consts import PADDING_SLOT
 from kvcanary_plugin.report_page.html import Html, element
 
@@ -43,7 +43,7 @@ def slots_around(evidence: Evidence, root: Place) -> Html:
             element(
                 "tr",
                 element("td", position),
-                element("td", recorded or element("span", "not in the window", class_="soft")),
+                *_recorded_cells(recorded, slot),
                 *_cells(slot, records.get(slot), evidence),
                 element("td", *_verdict(position, slot, before, records, root)),
                 class_="root" if position == root.read_position else None,
@@ -69,13 +69,33 @@ def _only_the_root(records: dict[int, _Record], root: Place, evidence: Evidence)
     return element(
         "table",
         element("tr", *(element("th", name) for name in head)),
-        element("tr", *_cells(root.slot, records.get(root.slot), evidence), class_="root"),
+        element(
+            "tr",
+            element("td", root.slot),
+            *_cells(root.slot, records.get(root.slot), evidence),
+            class_="root",
+        ),
     )
+
+
+def _recorded_cells(recorded: tuple[int, int] | None, found: int) -> list[Html]:
+    """What was recorded for a position, and the slot found there, marked where it is another."""
+    if recorded is None:
+        return [
+            element("td", element("span", "not in the window", class_="soft")),
+            element("td", found),
+        ]
+    slot, step = recorded
+    not_stored = "" if slot > PADDING_SLOT else " (not stored)"
+    return [
+        element("td", f"slot {slot}{not_stored}, step {step}"),
+        element("td", found, class_=None if slot == found else "bad"),
+    ]
 
 
 def _cells(slot: int, record: _Record | None, evidence: Evidence) -> list[Html]:
     if record is None:
-        return [element("td", slot), element("td", "no slot of the pool", colspan=3)]
+        return [element("td", "no slot of the pool", colspan=3)]
     names = {request.uid: request.id for request in evidence.requests}
     writer = "nobody"
     if record.writer_uid >= 0:
@@ -83,7 +103,6 @@ def _cells(slot: int, record: _Record | None, evidence: Evidence) -> list[Html]:
         writer = f"{name}, step {record.writer_step}"
     never = record.state == "allocated"
     return [
-        element("td", slot),
         element("td", "nothing" if never else f"position {record.position}"),
         element("td", writer, class_="id"),
         element("td", record.state),
@@ -116,8 +135,7 @@ def _verdict(
 
 
 def _records(evidence: Evidence, group: str) -> dict[int, _Record]:
-    result = {}
-    columns: Slots
+    result: dict[int, _Record] = {}
     for columns in evidence.slots:
         if columns.group == group:
             result.update(
@@ -137,15 +155,14 @@ def _records(evidence: Evidence, group: str) -> dict[int, _Record]:
     return result
 
 
-def _recorded_write(evidence: Evidence, uid: int, position: int, root: Place) -> str | None:
-    """Where the request last wrote a position, in the window."""
+def _recorded_write(
+    evidence: Evidence, uid: int, position: int, root: Place
+) -> tuple[int, int] | None:
+    """(slot, step) of the last write of a position by a request, in the window."""
     for forward in reversed(evidence.window):
         for part in forward.parts:
             entry = position - part.prefix_len - part.first
             slots = part.slots[root.group]
             if part.uid == uid and 0 <= entry < len(slots):
-                slot = slots[entry]
-                return f"slot {slot}, step {forward.step}" + (
-                    "" if slot > PADDING_SLOT else " (not stored)"
-                )
+                return slots[entry], forward.step
     return None

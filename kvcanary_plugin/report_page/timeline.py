@@ -87,9 +87,8 @@ def _column(forward: Forward, root: Place, x: int, column: int, height: int) -> 
             text = f"step {forward.step}: reads {part.prefix_len} slots, writes {part.extend_len}"
             marks.append(_dot(x, 1, kind, text, hollow=False))
         if root.slot in part.slots[root.group]:
-            text = (
-                f"step {forward.step}: written by {'the reader' if kind == 'reader' else part.uid}"
-            )
+            writer = "the request that was hit" if kind == "reader" else f"request #{part.uid}"
+            text = f"step {forward.step}: written by {writer}"
             marks.append(_dot(x, 2, kind, text, hollow=False))
         elif kind == "reader" and forward.step == root.step and root.phase != "write":
             marks.append(_dot(x, 2, kind, f"step {forward.step}: read", hollow=True))
@@ -134,8 +133,8 @@ def _legend() -> Html:
         *(
             element("span", element("b", "", class_=kind), text)
             for kind, text in (
-                ("reader", "request hit: takes part / writes the slot"),
-                ("read", "reads the slot"),
+                ("reader", "the request that was hit: in the forward, or writing the slot"),
+                ("read", "it reads the slot"),
                 ("writer", "another request writes the slot"),
             )
         ),

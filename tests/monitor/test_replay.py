@@ -78,7 +78,7 @@ def test_each_fault_is_one_incident_at_the_planted_slot_and_replays(
     assert result.reproduced, result
 
 
-# --- faults that no injector plants ----------------------------------------------------------------
+# --- faults that no injector plants ---------------------------------------------------------------
 
 PROMPT_5 = [11, 7, 7, 300, 0]
 SLOTS_5 = [5, 6, 9, 2, 31]
@@ -310,3 +310,65 @@ def test_a_violation_that_the_evidence_does_not_lead_to_is_said_so(tmp_path: Pat
     result = replay(incident.model_copy(update={"evidence": empty}))
     assert not result.reproduced
     assert "does not hold step 2" in result.explanation
+
+
+class TestAllocator:
+    """Faults of an allocator whose events reach the canary."""
+
+    @staticmethod
+    def world(tmp_path: Path) -> IncidentWorld:
+        world = IncidentWorld(directory=tmp_path, tracks_allocation=True)
+        world.monitor.guards[0].events.alloc(torch.tensor(SLOTS_5))
+        world.forward(Part(uid=1, row=1, tokens=PROMPT_5, slots=SLOTS_5))
+        return world
+
+    def test_a_freed_slot_that_is_read_replays(self, tmp_path: Path) -> None:
+        world = self.world(tmp_path)
+        world.monitor.guards[0].events.free(torch.tensor([9]))
+        world.monitor.guards[0].events.alloc(torch.tensor([12]))
+        decode(world)
+        assert "before step 2 slot 9 was given up (free)" in replayed(world)
+
+    def test_a_double_free_replays(self, tmp_path: Path) -> None:
+        world = self.world(tmp_path)
+        world.monitor.guards[0].events.free(torch.tensor(SLOTS_5))
+        world.forward()
+        world.monitor.guards[0].events.free(torch.tensor([6]))
+        world.forward()
+        assert replayed(world).endswith(
+            "before step 1 alloc; before step 2 free; before step 3 free"
+        )
+
+    def test_a_double_alloc_replays(self, tmp_path: Path) -> None:
+        world = self.world(tmp_path)
+        world.monitor.guards[0].events.alloc(torch.tensor([6]))
+        world.forward()
+        assert "before step 1 alloc; before step 2 alloc" in replayed(world)
+
+    def test_a_write_into_a_slot_of_another_request_replays(self, tmp_path: Path) -> None:
+        world = self.world(tmp_path)
+        world.monitor.guards[0].events.alloc(torch.tensor([20, 22]))
+        world.forward(Part(uid=2, row=2, tokens=[50, 51, 52], slots=[20, 9, 22]))
+        world.monitor.guards[0].events.alloc(torch.tensor([12]))
+        decode(world)
+        (incident,) = world.incidents()
+        assert "while another request (request req-1 wrote it last) still owned" in incident.cause
+        replayed(world)
+
+    @pytest.mark.parametrize("forwards", [1, 2])
+    def test_a_fault_whose_beginning_the_window_has_lost_replays(
+        self, forwards: int, tmp_path: Path
+    ) -> None:
+        world = IncidentWorld(
+            directory=tmp_path,
+            tracks_allocation=True,
+            config=checking_everything(recorder={"forwards": forwards}),
+        )
+        world.monitor.guards[0].events.alloc(torch.tensor(SLOTS_5))
+        world.forward(Part(uid=1, row=1, tokens=PROMPT_5, slots=SLOTS_5))
+        world.monitor.guards[0].events.free(torch.tensor(SLOTS_5))
+        world.forward()
+        world.forward()
+        world.monitor.guards[0].events.free(torch.tensor([6]))
+        world.forward()
+        assert "slot 6 was free, which no recorded event made it" in replayed(world)
