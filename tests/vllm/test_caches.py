@@ -198,6 +198,29 @@ def test_groups_over_one_allocation_share_records_and_have_their_own_windows():
     assert not caches.unguarded
 
 
+def test_groups_of_one_shape_have_the_same_strips_however_many_layers_they_have():
+    one, two = numbered(BLOCKS, 2, 4, 3), numbered(BLOCKS, 2, 4, 3)
+    caches = caches_of(
+        [
+            (FullAttentionSpec(block_size=4), ["a"]),
+            (SlidingWindowSpec(block_size=4, sliding_window=64), ["b", "c"]),
+        ],
+        {"a": attention_layer(two), "b": attention_layer(one), "c": attention_layer(two)},
+    )
+    full, swa = ([s.tensor.data_ptr() for s in group.sources] for group in caches.groups)
+    assert full == swa
+    assert len(full) == 4  # two layers, two heads
+    assert all(group.freed_slots_keep_bytes for group in caches.groups)
+
+
+def test_a_recurrent_state_in_the_same_blocks_means_that_freed_blocks_change():
+    caches = caches_of(
+        [(FullAttentionSpec(block_size=4), ["a"]), (MambaSpec(block_size=4), ["m"])],
+        {"a": attention_layer(numbered(BLOCKS, 1, 4, 3)), "m": attention_layer([])},
+    )
+    assert not caches.groups[0].freed_slots_keep_bytes
+
+
 def test_blocks_of_another_size_are_another_numbering():
     layers = {
         "a": attention_layer(numbered(BLOCKS, 1, 4, 3)),
@@ -212,6 +235,7 @@ def test_blocks_of_another_size_are_another_numbering():
     )
     assert caches.groups[0].pool != caches.groups[1].pool
     assert caches.block_sizes == (4, 8)
+    assert not any(group.freed_slots_keep_bytes for group in caches.groups)
 
 
 def test_layers_that_share_their_cache_count_once():

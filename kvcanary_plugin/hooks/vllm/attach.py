@@ -52,8 +52,9 @@ class Session:
         if self._caches.groups:
             self._hook_runner()
             _wrap(worker, "compile_or_warm_up_model", self._after_warm_up)
-            if hasattr(worker, "wake_up"):
-                _wrap(worker, "wake_up", self._after_wake_up)
+            for name in ("sleep", "wake_up"):
+                if hasattr(worker, name):
+                    _wrap(worker, name, self._around_sleep)
 
     def _hook_runner(self) -> None:
         runner = self._runner
@@ -84,11 +85,11 @@ class Session:
         self._is_warm = True
         return result
 
-    def _after_wake_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def _around_sleep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Before the memory of K/V is given away, and again when it is back: nothing is written."""
         assert self.canary.monitor is not None
         self.canary.monitor.forget_everything()
-        return result
+        return original(*args, **kwargs)
 
     def _scheduled(self, scheduler_output: Any) -> None:
         """Before the runner acts on a step: who comes and goes, which blocks it copies, clears."""

@@ -7,7 +7,7 @@ blocks of one allocation, each block to one group at a time, so that their recor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,6 +147,8 @@ def guarded_caches(
                 padding_row=_NO_PADDING_ROW,
                 sources=sources,
                 swa_window_size=window,
+                # Rows are filled by copies and kernels on the stream of the forwards.
+                table_stable_through_forward=True,
                 # Groups with blocks of different sizes number the same memory differently.
                 pool=f"blocks of {block_size}",
             )
@@ -154,11 +156,43 @@ def guarded_caches(
         group_ids.append(group_id)
         block_sizes.append(block_size)
     return GuardedCaches(
-        groups=tuple(guarded),
+        groups=tuple(_sharing_one_memory(guarded, are_all=len(guarded) == len(groups))),
         group_ids=tuple(group_ids),
         block_sizes=tuple(block_sizes),
         unguarded=tuple(unguarded),
     )
+
+
+def _sharing_one_memory(groups: Sequence[KVCacheGroup], *, are_all: bool) -> Iterator[KVCacheGroup]:
+    """``groups`` as they stand to each other, in the blocks that they take turns in.
+
+    Layers of one shape overlay each other, so that groups of one pool get the same strips: a group
+    with fewer layers than others folds bytes that nobody touches while the block is its own. Where
+    somebody outside the pool uses blocks as well (another block size, another kind of cache), the
+    bytes of a block that was freed do not stay what they were.
+    """
+    pools = {group.pool for group in groups}
+    for group in groups:
+        sharing = [other for other in groups if other.pool == group.pool]
+        overlay = {
+            source.tensor.data_ptr(): source for other in sharing for source in other.sources
+        }
+        shapes = {frozenset(_shape(source) for source in other.sources) for other in sharing}
+        yield replace(
+            group,
+            sources=(
+                tuple(overlay[address] for address in sorted(overlay))
+                if len(shapes) == 1
+                else group.sources
+            ),
+            freed_slots_keep_bytes=are_all and len(pools) == 1,
+        )
+
+
+def _shape(source: RealKvSource) -> tuple[int, ...]:
+    """What two strips at one address have in common when they are the same strip."""
+    stride = source.tensor.stride(0) * source.tensor.element_size()
+    return (stride, source.page_size, source.num_bytes_per_token, source.read_bytes)
 
 
 class _Names:
