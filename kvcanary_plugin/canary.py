@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvcanary_plugin import __version__
 from kvcanary_plugin.cache import KVCacheGroup
@@ -110,6 +111,7 @@ class Canary:
             )
             for guard in self.monitor.guards:
                 self.metrics.group_state(guard.group.name, "guarded")
+                self.metrics.supported_checks(guard.group.name, guard.group.unsupported_checks)
             if config.faults.allowed and config.faults.control_file is not None:
                 self._injector = FaultInjector(
                     control_file=config.faults.control_file,
@@ -158,12 +160,13 @@ class Canary:
     def _make_drain(
         self, config: CanaryConfig, config_path: str | None, engine: str, ranks: RankLabels
     ) -> Drain:
+        counters = _counters_of(self.monitor) if self.monitor is not None else []
         guards = self.monitor.guards if self.monitor is not None else ()
         rank_name = f"{engine}-dp{ranks.dp_rank}-pp{ranks.pp_rank}-tp{ranks.tp_rank}"
         return Drain(
             config=config,
             rings=[RingReader(self.monitor.sink.ring)] if self.monitor is not None else [],
-            counters=[_counters_of(guard) for guard in guards],
+            counters=counters,
             groups=[guard.group.name for guard in guards],
             metrics=self.metrics,
             policy=self._policy,
@@ -192,6 +195,7 @@ class Canary:
                 else None
             ),
             on_config=self.monitor.reconfigure if self.monitor is not None else None,
+            on_idle=self.monitor.on_idle if self.monitor is not None else None,
             forward_counts=self.monitor.forward_counts if self.monitor is not None else {},
         )
 
@@ -214,14 +218,21 @@ class Canary:
             self.metrics.group_state(guard.group.name, "blind")
 
 
-def _counters_of(guard: GroupGuard) -> GroupCounters:
-    return GroupCounters(
-        group=guard.group.name,
-        read=lambda: CounterReading(
+def _counters_of(monitor: CanaryMonitor) -> list[GroupCounters]:
+    def read(guard: GroupGuard) -> CounterReading:
+        name = guard.group.name
+        return CounterReading(
             slots_verified=guard.slots_run(LaunchTag.VERIFY),
             slots_written=guard.slots_run(LaunchTag.WRITE),
             slots_sealed=guard.slots_run(LaunchTag.SEAL),
             slots_scrubbed=guard.slots_run(LaunchTag.SCRUB),
+            slots_reverified=guard.slots_run(LaunchTag.REVERIFY),
+            reverify_left_out=monitor.reverifier.requests_left_out[name],
             verify_launches=guard.launches_run(LaunchTag.VERIFY),
-        ),
-    )
+            external_slots=monitor.external_slots[guard.index].count,
+            scrub=monitor.scrubber.readings().get(name),
+        )
+
+    return [
+        GroupCounters(group=guard.group.name, read=partial(read, guard)) for guard in monitor.guards
+    ]

@@ -21,6 +21,8 @@ from kvcanary_plugin.evidence import EvidenceCollector
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
 from kvcanary_plugin.kernels.consts import ViolationField
 from kvcanary_plugin.metrics import (
+    REVERIFY_LEFT_OUT,
+    SLOTS_REVERIFIED,
     SLOTS_SCRUBBED,
     SLOTS_SEALED,
     SLOTS_VERIFIED,
@@ -31,6 +33,7 @@ from kvcanary_plugin.metrics import (
 from kvcanary_plugin.report_files import ReportFiles
 from kvcanary_plugin.reporting import Reporter
 from kvcanary_plugin.ring import RingReader, Rows
+from kvcanary_plugin.scrub import ScrubReading
 from kvcanary_plugin.violations import (
     KVCanaryViolationError,
     RequestNames,
@@ -47,15 +50,23 @@ class CounterReading:
     """Cumulative counts of one group, as its launches published them.
 
     Fields:
-        slots_verified, slots_written, slots_sealed, slots_scrubbed: slots since the start.
+        slots_verified, slots_written, slots_sealed, slots_scrubbed, slots_reverified: slots since
+            the start.
+        reverify_left_out: requests that a re-verify left out since the start.
         verify_launches: verify launches seen complete; what moves the heartbeat.
+        external_slots: live slots that somebody else filled.
+        scrub: how far the scrub has come; None where it does not walk the group.
     """
 
     slots_verified: int = 0
     slots_written: int = 0
     slots_sealed: int = 0
     slots_scrubbed: int = 0
+    slots_reverified: int = 0
+    reverify_left_out: int = 0
     verify_launches: int = 0
+    external_slots: int = 0
+    scrub: ScrubReading | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +102,7 @@ class Drain:
         watcher: looked at once a poll; None when there is no file to watch.
         forward_counts: cumulative forwards by (kind, result), counted by the monitor.
         on_config: called on the draining thread with new settings, after the drain took them over.
+        on_idle: called by the drain's own thread after each poll, and by no other.
         clock: seconds, monotonic.
         wall_clock: Unix seconds, for the heartbeat and the reports.
     """
@@ -111,6 +123,7 @@ class Drain:
         watcher: ConfigWatcher | None = None,
         forward_counts: Mapping[tuple[ForwardKind, ForwardResult], int] | None = None,
         on_config: Callable[[CanaryConfig], None] | None = None,
+        on_idle: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -125,6 +138,7 @@ class Drain:
         self._forward_counts = forward_counts if forward_counts is not None else {}
         self._forwards_counted: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self._on_config = on_config
+        self._on_idle = on_idle
         self._wall_clock = wall_clock
         self._interval_seconds = config.drain.interval_seconds
         self._reporter = Reporter(
@@ -206,6 +220,9 @@ class Drain:
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_seconds):
             self.flush()
+            if self._on_idle is not None:
+                with self._counted_errors("scrub"):
+                    self._on_idle()
 
     def _poll_config(self) -> None:
         if self._watcher is None:
@@ -261,9 +278,19 @@ class Drain:
                 (SLOTS_WRITTEN, now.slots_written, before.slots_written),
                 (SLOTS_SEALED, now.slots_sealed, before.slots_sealed),
                 (SLOTS_SCRUBBED, now.slots_scrubbed, before.slots_scrubbed),
+                (SLOTS_REVERIFIED, now.slots_reverified, before.slots_reverified),
+                (REVERIFY_LEFT_OUT, now.reverify_left_out, before.reverify_left_out),
             ):
                 if value != earlier:
                     self._metrics.slots(name, source.group, _grown_by(value, earlier))
+            self._metrics.external_slots(source.group, now.external_slots)
+            if now.scrub is not None:
+                self._metrics.scrub(
+                    source.group,
+                    cycle_seconds=now.scrub.cycle_seconds,
+                    oldest_unchecked_seconds=now.scrub.oldest_unchecked_seconds,
+                    progress=now.scrub.progress,
+                )
             any_verified |= now.verify_launches != before.verify_launches
         if any_verified:
             self._metrics.last_check(self._wall_clock())

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -49,6 +49,8 @@ SLOTS_VERIFIED: Final = "kvcanary_slots_verified_total"
 SLOTS_WRITTEN: Final = "kvcanary_slots_written_total"
 SLOTS_SEALED: Final = "kvcanary_slots_sealed_total"
 SLOTS_SCRUBBED: Final = "kvcanary_slots_scrubbed_total"
+SLOTS_REVERIFIED: Final = "kvcanary_slots_reverified_total"
+REVERIFY_LEFT_OUT: Final = "kvcanary_reverify_left_out_requests_total"
 FORWARDS: Final = "kvcanary_forwards_total"
 INCIDENTS: Final = "kvcanary_incidents_total"
 RING_DROPPED: Final = "kvcanary_ring_dropped_total"
@@ -58,9 +60,11 @@ LAST_CHECK: Final = "kvcanary_last_check_timestamp_seconds"
 GROUP_STATE: Final = "kvcanary_group_state"
 MODE: Final = "kvcanary_mode"
 CHECK_ENABLED: Final = "kvcanary_check_enabled"
+CHECK_SUPPORTED: Final = "kvcanary_check_supported"
 EXTERNAL_SLOTS: Final = "kvcanary_external_slots"
 SCRUB_CYCLE: Final = "kvcanary_scrub_cycle_seconds"
 SCRUB_OLDEST: Final = "kvcanary_scrub_oldest_unchecked_seconds"
+SCRUB_PROGRESS: Final = "kvcanary_scrub_progress_ratio"
 BUILD_INFO: Final = "kvcanary_build_info"
 
 RANK_LABELS: Final = ("engine", "tp_rank", "pp_rank", "dp_rank")
@@ -94,6 +98,18 @@ METRICS: Final = (
         name=SLOTS_SCRUBBED,
         kind="counter",
         help="Slots whose real K/V the background scrub folded again and compared.",
+        labels=("group",),
+    ),
+    Metric(
+        name=SLOTS_REVERIFIED,
+        kind="counter",
+        help="Slots whose records were looked at again after a sampled forward.",
+        labels=("group",),
+    ),
+    Metric(
+        name=REVERIFY_LEFT_OUT,
+        kind="counter",
+        help="Requests of sampled forwards that did not fit into the snapshot of the re-verify.",
         labels=("group",),
     ),
     Metric(
@@ -148,6 +164,12 @@ METRICS: Final = (
         labels=("check",),
     ),
     Metric(
+        name=CHECK_SUPPORTED,
+        kind="gauge",
+        help="1 where the engine delivers what a check needs for a group, 0 where it cannot work.",
+        labels=("check", "group"),
+    ),
+    Metric(
         name=EXTERNAL_SLOTS,
         kind="gauge",
         help="Live slots filled by somebody else and adopted as they were found.",
@@ -163,6 +185,12 @@ METRICS: Final = (
         name=SCRUB_OLDEST,
         kind="gauge",
         help="Age of the oldest check of real K/V among the live slots.",
+        labels=("group",),
+    ),
+    Metric(
+        name=SCRUB_PROGRESS,
+        kind="gauge",
+        help="Share of the group's slots that the running turn of the scrub has passed.",
         labels=("group",),
     ),
     Metric(
@@ -339,10 +367,23 @@ class CanaryMetrics:
         """Sets how many live slots of the group were adopted."""
         self._child(EXTERNAL_SLOTS, group).set(count)
 
-    def scrub(self, group: str, *, cycle_seconds: float, oldest_unchecked_seconds: float) -> None:
+    def scrub(
+        self,
+        group: str,
+        *,
+        cycle_seconds: float,
+        oldest_unchecked_seconds: float,
+        progress: float = 0.0,
+    ) -> None:
         """Sets the gauges of the scrub."""
         self._child(SCRUB_CYCLE, group).set(cycle_seconds)
         self._child(SCRUB_OLDEST, group).set(oldest_unchecked_seconds)
+        self._child(SCRUB_PROGRESS, group).set(progress)
+
+    def supported_checks(self, group: str, unsupported: Collection[str]) -> None:
+        """Shows which checks can work for a group: all but ``unsupported``."""
+        for check in CHECK_NAMES:
+            self._child(CHECK_SUPPORTED, check, group).set(check not in unsupported)
 
     def serve(self, *, port: int, address: str, rank_offset: int = 0) -> int:
         """Starts an own /metrics endpoint and returns its port.

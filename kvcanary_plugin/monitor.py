@@ -34,6 +34,7 @@ from kvcanary_plugin.kernels import (
     RealKvHashMode,
     SlotEvent,
     TableReads,
+    WritePlan,
     launch_canary_prepare_kernel,
     launch_canary_seal_kernel,
     launch_canary_table_verify_kernel,
@@ -101,9 +102,16 @@ class CanaryMonitor:
         self.history = self._make_history(groups[0]) if self._needs_history(config) else None
         self.recorder = FlightRecorder(config.recorder.forwards)
         self._gate = EngineGate(device)
-        self.scrubber = Scrubber(guards=self.guards, settings=config.scrub, gate=self._gate)
+        self.scrubber = Scrubber(
+            guards=self.guards,
+            settings=config.scrub,
+            gate=self._gate,
+            apply_events=self._apply_queued_events,
+        )
         self.reverifier = Reverifier(guards=self.guards, max_requests=max_requests)
         self.external_slots = tuple(ExternalSlots(guard) for guard in self.guards)
+        self._no_requests = torch.zeros(0, dtype=torch.int64, device=device)
+        self._no_plan = WritePlan.allocate(write_req_capacity=1, device=device)
         self._last_step = -1
         self.blind_because: str | None = None
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
@@ -121,6 +129,8 @@ class CanaryMonitor:
             return
         with self.guard_errors("launch"):
             self._result = ForwardResult.CHECKED
+            self.scrubber.step_begins()
+            self.reverifier.sample(self._reverified_share)
             events = [self._take_events(guard) for guard in self.guards]
             self._record(step)
             expected = self._expected_inputs(step)
@@ -170,6 +180,7 @@ class CanaryMonitor:
         """
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
                 self.guards[index].slot_records.copy(source, destination)
                 self.recorder.record_event(
                     EventKind.MOVE,
@@ -182,6 +193,7 @@ class CanaryMonitor:
         """The engine has cleared the K/V of ``slots`` (int64 [n]): nobody has written them."""
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
                 self.guards[index].slot_records.forget(slots)
                 self.recorder.record_event(EventKind.RESET, group=index, slots=slots.clone())
 
@@ -192,6 +204,7 @@ class CanaryMonitor:
         """
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
                 for guard in self.guards:
                     guard.slot_records.forget(slice(None))
                     self.recorder.record_event(EventKind.RESET, group=guard.index, slots=None)
@@ -215,6 +228,7 @@ class CanaryMonitor:
         """
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
                 import_records(
                     self.guards[index], slots, carried, step=self._last_step, verify=verify
                 )
@@ -223,6 +237,7 @@ class CanaryMonitor:
         """The bytes of slots that were imported without ``verify`` are there now."""
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
                 verify_bytes(self.guards[index], slots, carried, step=self._last_step)
 
     def adopt_slots(
@@ -239,6 +254,7 @@ class CanaryMonitor:
         """Somebody else has filled ``slots``; no records came along (``adopt``)."""
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
                 adopt(
                     self.guards[index],
                     slots,
@@ -338,6 +354,37 @@ class CanaryMonitor:
             external.refresh()
 
     # --- what the steps need --------------------------------------------------------------------
+
+    def _apply_queued_events(self) -> None:
+        """Outside of a forward, before something that comes after the events queued so far."""
+        for guard in self.guards:
+            events = self._take_events(guard)
+            if events:
+                launch_canary_prepare_kernel(
+                    context=guard.context(LaunchTag.LIFECYCLE),
+                    reads=self._no_reads(guard.group),
+                    write_plan_out=self._no_plan,
+                    out_cache_loc=self._no_requests,
+                    step=self._last_step,
+                    events=events,
+                )
+
+    def _no_reads(self, group: KVCacheGroup) -> TableReads:
+        """The reads of a batch without requests."""
+        return TableReads(
+            page_table=group.page_table,
+            page_size=group.page_size,
+            padding_row=group.padding_row,
+            request_rows=self._no_requests,
+            request_uids=self._no_requests,
+            prefix_lens=self._no_requests,
+            extend_lens=self._no_requests,
+            max_prefix_len=0,
+        )
+
+    @property
+    def _reverified_share(self) -> float:
+        return 0.0 if self._config.mode == "off" else self._config.reverify.sample
 
     def _take_events(self, guard: GroupGuard) -> Sequence[SlotEvent]:
         """What the allocator did since the last forward; the recorder keeps it as well."""

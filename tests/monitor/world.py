@@ -55,6 +55,7 @@ class World:
     swa_window: int = 0
     page_size: int = 1
     tracks_allocation: bool = False
+    table_stable: bool = True
     config: CanaryConfig = field(default_factory=lambda: checking_everything())
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ class World:
             sources=tuple(row_source(buffer, page_size=self.page_size) for buffer in kv),
             full_to_swa=lookup,
             tracks_allocation=self.tracks_allocation,
+            table_stable_through_forward=self.table_stable,
             swa_window_size=self.swa_window if lookup is not None else 0,
         )
 

@@ -95,6 +95,8 @@ def test_every_series_exists_at_zero_from_the_start(registry: CollectorRegistry)
         "kvcanary_slots_written_total": 2,
         "kvcanary_slots_sealed_total": 2,
         "kvcanary_slots_scrubbed_total": 2,
+        "kvcanary_slots_reverified_total": 2,
+        "kvcanary_reverify_left_out_requests_total": 2,
         "kvcanary_forwards_total": len(ForwardKind) * len(ForwardResult),
         "kvcanary_incidents_total": 1,
         "kvcanary_ring_dropped_total": 1,
@@ -104,9 +106,11 @@ def test_every_series_exists_at_zero_from_the_start(registry: CollectorRegistry)
         "kvcanary_group_state": 2 * 4,
         "kvcanary_mode": 4,
         "kvcanary_check_enabled": len(CHECK_NAMES),
+        "kvcanary_check_supported": len(CHECK_NAMES) * 2,
         "kvcanary_external_slots": 2,
         "kvcanary_scrub_cycle_seconds": 2,
         "kvcanary_scrub_oldest_unchecked_seconds": 2,
+        "kvcanary_scrub_progress_ratio": 2,
         "kvcanary_build_info": 1,
     }
     assert set(expected) == {metric.name for metric in METRICS}
