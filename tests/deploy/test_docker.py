@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvcanary_plugin.kernels import build
 from tests.deploy.paths import DEPLOY, ROOT
 
 DOCKER = DEPLOY / "docker"
@@ -97,6 +98,8 @@ def test_the_build_step_leaves_an_image_that_needs_no_compiler(
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
+    if build.default_cache_dir().exists():  # saves a compilation where other tests had one
+        shutil.copytree(build.default_cache_dir(), home / ".cache" / "kvcanary")
     environment = {
         "HOME": str(home),
         "PATH": os.environ["PATH"],
