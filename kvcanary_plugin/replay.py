@@ -150,6 +150,8 @@ def _check(evidence: Evidence, root: Place) -> None:
         for part in forward.parts:
             if set(part.slots) != names or set(part.seeds) != names:
                 raise _broken(f"step {forward.step} does not name the slots of every group")
+            if part.prompt is not None and part.prompt.first > MAX_POSITIONS:
+                raise _broken(f"step {forward.step} has a prompt longer than a replay holds")
         if forward.kind not in set(ForwardKind):
             raise _broken(f"step {forward.step} has kind {forward.kind!r}")
     if not names or named - names:

@@ -26,6 +26,7 @@ class IncidentWorld(World):
     """A world whose violations are drained into ``directory`` after each forward."""
 
     directory: Path = field(kw_only=True)
+    request_ids: dict[int, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +65,7 @@ class IncidentWorld(World):
     def _step_of(self, parts: Any, kind: ForwardKind) -> ForwardStep:
         for part in parts:
             if part.uid > 0:
-                self.names.remember(part.uid, f"req-{part.uid}")
+                self.names.remember(part.uid, self.request_ids.get(part.uid, f"req-{part.uid}"))
         step = super()._step_of(parts, kind)
         self.injector.before_forward(step)
         return step

@@ -245,11 +245,7 @@ def test_rows_that_come_again_open_nothing(polls: list[list[list[int]]]):
     for poll in polls:
         tracked.add(*poll)
     for poll in polls:
-        again = [
-            r
-            for r in poll
-            if not r[ViolationField.FAIL_REASON_BITS] & FailReason.OUT_OF_POOL
-        ]
+        again = [r for r in poll if not r[ViolationField.FAIL_REASON_BITS] & FailReason.OUT_OF_POOL]
         assert tracked.add(*again) == []
 
 
