@@ -18,7 +18,7 @@ from tests.deploy.prometheus_harness import Prometheus, free_port
 
 _SECONDS = 40.0
 _COLUMNS = 3
-_UNITS = {"ops": "per second", "s": "seconds", "short": "count"}
+_UNITS = {"ops": "per second", "s": "seconds", "short": "count", "percentunit": "share"}
 
 
 def main(output: Path) -> None:
