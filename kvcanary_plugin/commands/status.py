@@ -68,6 +68,7 @@ class RankStatus:
         slots: verified, written, sealed, scrubbed.
         violations: by check, those above zero.
         checks_off: checks that may not raise a violation.
+        checks_unsupported: by group, checks for which the engine does not deliver what they need.
     """
 
     rank: dict[str, str]
@@ -80,6 +81,7 @@ class RankStatus:
     slots: dict[str, int]
     violations: dict[str, int]
     checks_off: list[str]
+    checks_unsupported: dict[str, list[str]]
     ring_dropped: int
     internal_errors: dict[str, int]
     config_refused: int
@@ -250,15 +252,31 @@ def _rank_status(snapshot: MetricsSnapshot, rank: dict[str, str], now: float) ->
             "written": total(metrics.SLOTS_WRITTEN),
             "sealed": total(metrics.SLOTS_SEALED),
             "scrubbed": total(metrics.SLOTS_SCRUBBED),
+            "reverified": total(metrics.SLOTS_REVERIFIED),
         },
         violations=violations,
         checks_off=sorted(k for k, v in by(metrics.CHECK_ENABLED, "check").items() if not v),
+        checks_unsupported=_unsupported(snapshot, rank, groups),
         ring_dropped=ring_dropped,
         internal_errors={k: v for k, v in by(metrics.INTERNAL_ERRORS, "where").items() if v},
         config_refused=total(metrics.CONFIG_RELOADS, result="refused"),
         version=build.get("version", ""),
         backend=build.get("backend", ""),
     )
+
+
+def _unsupported(
+    snapshot: MetricsSnapshot, rank: dict[str, str], groups: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Checks that cannot work, of the groups that are guarded at all."""
+    from kvcanary_plugin.metrics import CHECK_SUPPORTED
+
+    found: dict[str, list[str]] = {}
+    for sample in snapshot.series(CHECK_SUPPORTED, **rank):
+        group = sample.labels["group"]
+        if not sample.value and groups.get(group) == "guarded":
+            found.setdefault(group, []).append(sample.labels["check"])
+    return {group: sorted(checks) for group, checks in sorted(found.items())}
 
 
 def _judge(
@@ -364,11 +382,21 @@ def _totals(ranks: Sequence[RankStatus]) -> list[tuple[str, str]]:
         ("forwards", listed(summed([rank.forwards for rank in ranks]), "none yet")),
         ("violations", listed(summed([rank.violations for rank in ranks]), "none")),
         ("checks off", ", ".join(off) or "none"),
+        ("not supported", _unsupported_as_text(ranks)),
         ("rows dropped", str(sum(rank.ring_dropped for rank in ranks))),
         ("own errors", listed(summed([rank.internal_errors for rank in ranks]), "none")),
         ("config", f"{sum(rank.config_refused for rank in ranks)} changes refused"),
         ("version", "; ".join(versions)),
     ]
+
+
+def _unsupported_as_text(ranks: Sequence[RankStatus]) -> str:
+    lines = {
+        f"{group}: {', '.join(checks)}"
+        for rank in ranks
+        for group, checks in rank.checks_unsupported.items()
+    }
+    return "; ".join(sorted(lines)) or "none"
 
 
 def _rank_name(rank: Mapping[str, str]) -> str:

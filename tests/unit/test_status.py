@@ -40,6 +40,7 @@ class Server:
         metrics.settings(CanaryConfig.model_validate({"mode": mode}))
         for group in groups:
             metrics.group_state(group, "guarded")
+            metrics.supported_checks(group, ())
         if self._serving is None:
             port = metrics.serve(port=free_port(), address="127.0.0.1")
             self._serving, self.url = metrics, f"127.0.0.1:{port}"
@@ -82,7 +83,13 @@ def test_a_server_that_is_checked_is_guarded(
     status, answer = ask(server, capsys)
     (rank,) = answer["ranks"]
     assert (status, answer["verdict"], answer["problems"]) == (0, "guarded", [])
-    assert rank["slots"] == {"verified": 700, "written": 60, "sealed": 0, "scrubbed": 0}
+    assert rank["slots"] == {
+        "verified": 700,
+        "written": 60,
+        "sealed": 0,
+        "scrubbed": 0,
+        "reverified": 0,
+    }
     assert rank["forwards"] == {"checked": 51, "error": 0, "partial": 0, "unchecked": 0}
     assert rank["groups"] == {"full": "guarded"}
     assert rank["last_check_age_seconds"] < 5
@@ -139,6 +146,20 @@ def test_violations_are_listed_by_check_with_the_command_that_explains_them(
     ]
     assert main(["status", server.url]) == 1
     assert capsys.readouterr().out.endswith("\nkvcanary explain chain\nkvcanary explain real_kv\n")
+
+
+def test_checks_that_cannot_work_for_a_guarded_group_are_listed(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = server.rank(groups=("full", "mla"))
+    work(metrics)
+    metrics.supported_checks("full", {"freed_read", "double_free"})
+    metrics.group_state("mla", "unsupported")
+    metrics.supported_checks("mla", {"chain"})
+    (rank,) = ask(server, capsys)[1]["ranks"]
+    assert rank["checks_unsupported"] == {"full": ["double_free", "freed_read"]}
+    main(["status", server.url])
+    assert "\nnot supported full: double_free, freed_read\n" in capsys.readouterr().out
 
 
 def test_dropped_rows_are_violations(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
