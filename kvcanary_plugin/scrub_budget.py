@@ -18,8 +18,9 @@ _MOST_SECONDS_SAVED = 0.25
 _LEARNING_RATE = 0.2
 # What a launch costs beside the folds. Too low or too high only shifts the size of the chunks.
 _LAUNCH_SECONDS = 8e-6
-# Assumed until measured: slow on purpose, so that the first chunks are small.
+# Assumed until measured, and slots that may be folded on that assumption.
 _SECONDS_PER_BYTE = {"cpu": 1 / 1e9, "cuda": 1 / 200e9}
+_SLOTS_UNMEASURED = {"cpu": 1, "cuda": 64}
 
 
 class ScrubBudget:
@@ -32,6 +33,7 @@ class ScrubBudget:
 
     def __init__(self, settings: Scrub, *, device_type: str) -> None:
         self._seconds_per_byte = _SECONDS_PER_BYTE[device_type]
+        self._most_slots: int | None = _SLOTS_UNMEASURED[device_type]
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Scrub) -> None:
@@ -70,7 +72,8 @@ class ScrubBudget:
 
     def affords(self, bytes_per_slot: int) -> int:
         """Slots that may be folded now."""
-        return max(int(self._credit / self._price(bytes_per_slot)), 0)
+        slots = max(int(self._credit / self._price(bytes_per_slot)), 0)
+        return slots if self._most_slots is None else min(slots, self._most_slots)
 
     def spend(self, slots: int, bytes_per_slot: int) -> None:
         """Takes out the price of ``slots``; negative pays back."""
@@ -83,9 +86,17 @@ class ScrubBudget:
         self._credit -= seconds if self._is_share else slots * bytes_per_slot
 
     def learn(self, num_bytes: int, seconds: float) -> None:
-        """``num_bytes`` were folded in ``seconds``."""
+        """``num_bytes`` were folded in ``seconds``.
+
+        A higher price counts at once, so that the next chunk is no larger than it may be; a lower
+        one bit by bit.
+        """
         measured = max(seconds - _LAUNCH_SECONDS, 0.1 * seconds) / num_bytes
-        self._seconds_per_byte += _LEARNING_RATE * (measured - self._seconds_per_byte)
+        decayed = self._seconds_per_byte + _LEARNING_RATE * (measured - self._seconds_per_byte)
+        self._seconds_per_byte = (
+            measured if self._most_slots is not None else max(measured, decayed)
+        )
+        self._most_slots = None
 
     def _price(self, bytes_per_slot: int) -> float:
         return self.seconds_of(bytes_per_slot) if self._is_share else float(bytes_per_slot)
