@@ -334,7 +334,7 @@ def as_text(status: ServerStatus) -> str:
     if not status.ranks:
         return "\n".join(lines)
     lines += ["", *_table(_HEADER, [_row(rank) for rank in status.ranks]), ""]
-    lines += [f"{name:<14}{text}" for name, text in _totals(status.ranks)]
+    lines += [f"{name:<15}{text}" for name, text in _totals(status.ranks)]
     if status.verdict == "violations":
         checks = sorted({check for rank in status.ranks for check in rank.violations})
         lines += ["", *(f"kvcanary explain {check}" for check in checks)]

@@ -110,7 +110,7 @@ def test_the_text_has_a_line_for_each_rank_and_the_totals(
         r"sglang tp0 pp0 dp0 +log +\d s ago +51 of 51 +700 +0 +full guarded", lines[4]
     )
     assert lines[5].startswith("sglang tp0 pp0 dp1")
-    assert lines[7] == "slots         1400 verified, 120 written"
+    assert lines[7] == "slots          1400 verified, 120 written"
     assert len(lines) <= 24
 
 
@@ -159,7 +159,7 @@ def test_checks_that_cannot_work_for_a_guarded_group_are_listed(
     (rank,) = ask(server, capsys)[1]["ranks"]
     assert rank["checks_unsupported"] == {"full": ["double_free", "freed_read"]}
     main(["status", server.url])
-    assert "\nnot supported full: double_free, freed_read\n" in capsys.readouterr().out
+    assert "\nnot supported  full: double_free, freed_read\n" in capsys.readouterr().out
 
 
 def test_dropped_rows_are_violations(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
