@@ -16,6 +16,7 @@ from kvcanary_plugin.kernels.consts import (
     U64_MASK,
     UNKNOWN,
     VIOLATION_FIELDS,
+    FailReason,
     LaunchTag,
     SlotState,
     ViolationField,
@@ -122,7 +123,12 @@ class Violation:
         writer_uid = _known(value[ViolationField.WRITER_UID])
         state = _known(value[ViolationField.SLOT_STATE])
         aux = value[ViolationField.EXPECTED_AUX]
-        aux_is_hash = phase in ("verify", "reverify") and aux != UNKNOWN
+        # Of a changed table row it is the slot that stood there before, in a write a position.
+        aux_is_hash = (
+            phase in ("verify", "reverify")
+            and aux != UNKNOWN
+            and not value[ViolationField.FAIL_REASON_BITS] & FailReason.TABLE_CHANGED
+        )
         return cls(
             checks=labels_of(value[ViolationField.FAIL_REASON_BITS]),
             group=group,

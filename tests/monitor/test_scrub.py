@@ -79,7 +79,7 @@ def test_bytes_that_stay_as_they_are_are_silent_turn_after_turn():
 
 
 def test_a_difference_that_an_event_explains_by_the_next_forward_is_no_violation():
-    # The allocator gives slot 9 to a load that stores at once; the event waits for the next forward.
+    # Slot 9 goes to a load that stores at once; the event waits for the next forward.
     world = scrubbing(tracks_allocation=True)
     events = world.monitor.guards[0].events
 
