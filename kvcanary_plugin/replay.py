@@ -2,8 +2,8 @@
 
 The first run has nothing but what was recorded. If the violation comes out of it, the recorded
 events explain it (a forward wrote into a foreign slot), or it stood so when the window began. If it
-does not, a second run puts in, just before the step that saw it, what was found to differ; what had
-to be put in is what somebody changed behind the engine's back.
+does not, further runs put in, just before the step that saw it, what was found to differ: at the
+slot itself, then around it. What had to be put in is what somebody changed from outside.
 
 Slots are numbered anew, densely, so that a replay is as small as its incident. K/V bytes are made
 up from token and position. Hashes of the file are those of an engine with other tokens, or keyed
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Final
 
 import numpy as np
@@ -102,36 +103,35 @@ def replay(incident: Incident) -> Replay:
     if not any(forward.step == root.step for forward in evidence.window):
         return _silent(f"the recorded window does not hold step {root.step}", 0)
     try:
-        return _run_twice(evidence, root)
+        return _run_again(evidence, root)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise _broken(f"{type(error).__name__}: {error}") from error
 
 
-def _run_twice(evidence: Evidence, root: Place) -> Replay:
-    found = _Run(evidence, root, by_hand=False).run()
-    if found is not None:
-        return Replay(
-            violation=found,
-            outside=(),
-            explanation=_from_recorded(evidence, root),
-            forwards=len(evidence.window),
-            seen=(),
-        )
-    changed = _Run(evidence, root, by_hand=True)
-    found = changed.run()
-    if found is None:
-        return _silent(
-            "neither the recorded events nor the state that was found lead to it",
-            len(evidence.window),
-            tuple(changed.seen),
-        )
-    changes = tuple(changed.changes)
-    return Replay(
-        violation=found,
-        outside=changes,
-        explanation="not explained by recorded events: " + "; ".join(changes),
-        forwards=len(evidence.window),
-        seen=(),
+def _run_again(evidence: Evidence, root: Place) -> Replay:
+    """Runs until the violation comes, each time with more that was found to differ."""
+    forwards = len(evidence.window)
+    for by_hand in ByHand:
+        run = _Run(evidence, root, by_hand)
+        found = run.run()
+        if found is not None:
+            changes = tuple(run.changes)
+            explanation = (
+                "not explained by recorded events: " + "; ".join(changes)
+                if changes
+                else _from_recorded(evidence, root)
+            )
+            return Replay(
+                violation=found,
+                outside=changes,
+                explanation=explanation,
+                forwards=forwards,
+                seen=(),
+            )
+    return _silent(
+        "neither the recorded events nor the state that was found lead to it",
+        forwards,
+        tuple(run.seen),
     )
 
 
@@ -286,10 +286,18 @@ class _Pool:
     found: dict[int, _Found] = field(default_factory=dict)
 
 
-class _Run:
-    """One run of the window. ``by_hand``: put in what was found to differ, and say what it was."""
+class ByHand(Enum):
+    """What a run puts in just before the root's step, and names in ``changes``."""
 
-    def __init__(self, evidence: Evidence, root: Place, *, by_hand: bool) -> None:
+    NOTHING = "nothing"
+    ROOT = "the root's entry of the page table, record, state and bytes"
+    EVERYTHING = "the page-table row and every record as well"
+
+
+class _Run:
+    """One run of the window."""
+
+    def __init__(self, evidence: Evidence, root: Place, by_hand: ByHand) -> None:
         self._evidence = evidence
         self._root = root
         self._by_hand = by_hand
@@ -667,12 +675,12 @@ class _Run:
             self._put_rows_of(part)
         if is_the_one:
             self._tell_the_oracle()
-            if self._by_hand and root.phase != "reverify":
+            if root.phase != "reverify":
                 self._change_by_hand()
         step = self._step_of(forward)
         self._monitor.before_forward(step)
         self._bind_chains(forward)
-        if is_the_one and self._by_hand and root.phase == "reverify":
+        if is_the_one and root.phase == "reverify":
             self._change_by_hand()
         self._store_bytes(step)
         self._monitor.after_forward()
@@ -828,11 +836,14 @@ class _Run:
 
     def _change_by_hand(self) -> None:
         """Make the state just before the check what was found to be, and say what that changes."""
-        self._change_rows()
-        for pool in self._pools:
-            for found in pool.found.values():
-                if 0 <= found.writer_step <= self._root.step:
-                    self._change_record(pool, found)
+        if self._by_hand is ByHand.NOTHING:
+            return
+        if self._by_hand is ByHand.EVERYTHING:
+            self._change_rows()
+            for pool in self._pools:
+                for found in pool.found.values():
+                    if 0 <= found.writer_step <= self._root.step:
+                        self._change_record(pool, found)
         self._change_root()
 
     def _change_rows(self) -> None:
@@ -843,10 +854,14 @@ class _Run:
         for table_row in reader.rows:
             index = self._index[table_row.group]
             for position, slot in enumerate(table_row.slots, start=reader.first):
-                if slot > PADDING_SLOT and position < reader.prefix_len:
+                if slot > PADDING_SLOT and self._is_read(index, position):
                     self._change_entry(index, row, position, slot)
-        if self._root.phase in ("verify", "reverify"):
-            self._change_entry(self._root_group, row, self._root.read_position, self._root.slot)
+
+    def _is_read(self, index: int, position: int) -> bool:
+        """Whether the reader's forward reads a position in a group."""
+        assert self._reader is not None
+        prefix, window = self._reader.prefix_len, self._groups[index].swa_window_size
+        return (prefix - window if window else 0) <= position < prefix
 
     def _change_entry(self, index: int, row: int, position: int, slot: int) -> None:
         if not (0 <= row < self._tables[index].shape[0] and 0 <= position < self._width):
@@ -889,7 +904,10 @@ class _Run:
             )
 
     def _change_root(self) -> None:
-        root, pool = self._root, self._pool_of[self._root_group]
+        root, pool, reader = self._root, self._pool_of[self._root_group], self._reader
+        if reader is not None and root.phase in ("verify", "reverify"):
+            row = self._row(reader.uid, reader.request_row)
+            self._change_entry(self._root_group, row, root.read_position, root.slot)
         dense = pool.numbering.dense(root.slot)
         if root.phase == "write" and "write_owned" in root.checks and root.writer_uid is not None:
             self._monitor.guards[self._root_group].slots.owner_uid[dense] = root.writer_uid
@@ -905,6 +923,9 @@ class _Run:
             self._chains.here(root.stored_hash),
         ]
         names = ("token", "position", "chain hash")
+        if root.expected_hash is not None and not self._chains.knows(root.expected_hash):
+            # What it should continue is what nobody recorded: the slot before is the wrong one.
+            observed[2] = int(fields[2])
         if root.phase == "verify" and "unwritten" not in root.checks:
             differs = [
                 name
