@@ -78,6 +78,7 @@ class Violation:
         writer_uid, writer_id, writer_step: the request that last wrote the slot, and when.
         batch_row: row in the batch.
         slot_state: lifecycle state, lower case.
+        slot_before: the slot that a changed page-table row named before, of ``table_changed`` only.
         sequence: number of the violation since the ring exists, from 1, modulo 2^32.
     """
 
@@ -99,6 +100,7 @@ class Violation:
     writer_step: int | None
     batch_row: int | None
     slot_state: str | None
+    slot_before: int | None
     sequence: int
 
     @classmethod
@@ -124,11 +126,8 @@ class Violation:
         state = _known(value[ViolationField.SLOT_STATE])
         aux = value[ViolationField.EXPECTED_AUX]
         # Of a changed table row it is the slot that stood there before, in a write a position.
-        aux_is_hash = (
-            phase in ("verify", "reverify")
-            and aux != UNKNOWN
-            and not value[ViolationField.FAIL_REASON_BITS] & FailReason.TABLE_CHANGED
-        )
+        aux_is_slot = bool(value[ViolationField.FAIL_REASON_BITS] & FailReason.TABLE_CHANGED)
+        aux_is_hash = phase in ("verify", "reverify") and aux != UNKNOWN and not aux_is_slot
         return cls(
             checks=labels_of(value[ViolationField.FAIL_REASON_BITS]),
             group=group,
@@ -148,6 +147,7 @@ class Violation:
             writer_step=_known(value[ViolationField.WRITER_STEP]),
             batch_row=_known(value[ViolationField.BATCH_ROW]),
             slot_state=None if state is None else _state_name(state & 0xFF),
+            slot_before=_known(aux) if aux_is_slot else None,
             sequence=value[ViolationField.SEQUENCE],
         )
 
