@@ -71,9 +71,10 @@ def test_the_first_changed_position_is_the_one_reported():
     assert (violation.position, violation.slot, violation.expected_position) == (3, 23, 3)
 
 
-def test_the_report_of_a_changed_row_shows_no_hash_that_is_none():
+def test_a_changed_row_is_reported_with_both_slots_and_no_hash():
     world = prefilled()
     (violation,) = decode(world, meanwhile=lambda: world.put_row(1, OTHER_SLOTS))
+    assert (violation.slot_before, violation.slot) == (5, 20)
     assert violation.expected_hash is None
 
 
@@ -125,7 +126,7 @@ def sliding() -> World:
     """A window of 3 earlier tokens; full slot f has SWA slot f + 1."""
     world = World(swa_slots=64, swa_window=3, config=always())  # type: ignore[arg-type]
     assert world.lookup is not None
-    for slot in SLOTS + [12]:
+    for slot in [*SLOTS, 12]:
         world.lookup[slot] = slot + 1
     assert world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS)) == []
     return world
