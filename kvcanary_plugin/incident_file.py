@@ -37,8 +37,7 @@ class _Model(BaseModel):
 class Place(_Model):
     """Where a check failed: the root of an incident, or one of what followed from it.
 
-    Fields are those of :class:`kvcanary_plugin.violations.Violation`, null for "unknown". Check
-    ``table_changed`` has in ``expected_hash`` the slot that the page table named before.
+    Fields are those of :class:`kvcanary_plugin.violations.Violation`, null for "unknown".
     """
 
     checks: list[CheckLabel] = Field(min_length=1)
@@ -55,6 +54,7 @@ class Place(_Model):
     writer_step: Int64 | None
     batch_row: Int64 | None
     slot_state: str | None
+    slot_before: Int64 | None
     stored_token: Int64
     expected_token: Int64 | None
     stored_hash: Int64

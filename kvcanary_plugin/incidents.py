@@ -283,7 +283,7 @@ def cause_of(violation: Violation, *, reader_wrote_it_at: int | None = None) -> 
     if "out_of_pool" in labels:
         return f"{slot} is none of the pool: {reader} was to write to it at step {v.step}"
     if "table_changed" in labels:
-        before = "" if v.expected_hash is None else f" from slot {int(v.expected_hash, 16)}"
+        before = "" if v.slot_before is None else f" from slot {v.slot_before}"
         return (
             f"{slot}: the page-table entry of {reader} for position {at} changed to it{before}"
             f" while the forward of step {v.step} was running"

@@ -466,6 +466,7 @@ class _Run:
             swa_window_size=group.swa_window_size,
             token_offset=group.token_offset,
             tracks_allocation=group.tracks_allocation,
+            table_stable_through_forward=True,
             pool=group.pool,
         )
 
@@ -495,8 +496,8 @@ class _Run:
 
     def _slot_before(self) -> int:
         """The slot that the root's entry of the page table named before its forward."""
-        before = self._root.expected_hash  # a slot, for this check
-        return before if "table_changed" in self._root.checks and before else self._root.slot
+        before = self._root.slot_before
+        return before if before is not None else self._root.slot
 
     def _set_entry(self, index: int, row: int, position: int, dense: int) -> None:
         table, lookup = self._tables[index], self._lookups[index]

@@ -234,10 +234,7 @@ class Reporter:
             fields["expected_token"] = veil.token(v.expected_token)
         fields["stored_hash"] = veil.chain(_signed(v.stored_hash))
         if v.expected_hash is not None:
-            expected = _signed(v.expected_hash)
-            # For this check the column holds the slot before.
-            is_slot = "table_changed" in v.checks
-            fields["expected_hash"] = expected if is_slot else veil.chain(expected)
+            fields["expected_hash"] = veil.chain(_signed(v.expected_hash))
         return Place.model_validate(fields)
 
 

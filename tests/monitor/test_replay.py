@@ -312,6 +312,36 @@ def test_a_violation_that_the_evidence_does_not_lead_to_is_said_so(tmp_path: Pat
     assert "does not hold step 2" in result.explanation
 
 
+def test_a_table_row_that_changes_under_a_forward_replays(tmp_path: Path) -> None:
+    world = prefilled(tmp_path, config=checking_everything(reverify={"sample": 1.0}))
+    world.forward(Part(uid=2, row=2, tokens=[50, 51, 52], slots=[20, 21, 22]))
+
+    def give_the_row_to_another() -> None:
+        world.table[1, :3] = torch.tensor([20, 21, 22])
+
+    part = Part(uid=1, row=1, tokens=[*PROMPT_5, 4], slots=[12], prefix=5, host_knows_tokens=False)
+    world.forward(part, kind=ForwardKind.DECODE, meanwhile=give_the_row_to_another)
+    (incident,) = world.incidents()
+    assert incident.cause == (
+        "slot 20: the page-table entry of request req-1 for position 0 changed to it from slot 5"
+        " while the forward of step 3 was running"
+    )
+    assert "it names slot 20, and slot 5 was recorded" in replayed(world)
+
+
+def test_bytes_that_change_under_a_forward_replay(tmp_path: Path) -> None:
+    world = prefilled(tmp_path, config=checking_everything(reverify={"sample": 1.0}))
+
+    def overwrite() -> None:
+        world.bytes_of(world.full_kv[0], 9)[0] ^= 1
+
+    part = Part(uid=1, row=1, tokens=[*PROMPT_5, 4], slots=[12], prefix=5, host_knows_tokens=False)
+    world.forward(part, kind=ForwardKind.DECODE, meanwhile=overwrite)
+    (incident,) = world.incidents()
+    assert incident.root.phase == "reverify"
+    assert "bytes of slot 9 were changed from outside" in replayed(world)
+
+
 class TestAllocator:
     """Faults of an allocator whose events reach the canary."""
 

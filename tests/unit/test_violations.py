@@ -69,6 +69,7 @@ def test_row_is_decoded_field_by_field(ring_writer: Any, names: RequestNames) ->
         writer_step=1042,
         batch_row=3,
         slot_state="sealed",
+        slot_before=None,
         sequence=1,
     )
 
