@@ -345,7 +345,8 @@ class FakeEngine:
         self.longest_chunk = 0.0
         self.step_seconds = 0.0
         monkeypatch.setattr(scrub_module, "launch_canary_scrub_range_kernel", self._timed_launch)
-        self.world = World(slots=slots, config=checking_everything(scrub=UNLIMITED))
+        config = checking_everything(scrub=UNLIMITED, ring={"capacity": 64})
+        self.world = World(slots=slots, config=config)
         monitor = self.world.monitor
         self.guard = monitor.guards[0]
         state = self.guard.slots.state
