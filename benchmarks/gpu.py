@@ -54,7 +54,8 @@ def device_us(launches: Sequence[Launch], *, rounds: int = 1) -> float:
     graph.replay()
     times = []
     for _ in range(REPLAYS):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
         before.record()
         graph.replay()
         after.record()

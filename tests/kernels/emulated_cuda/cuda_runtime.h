@@ -66,6 +66,7 @@ inline void run_fiber() {
 
 template <typename Behind>
 void wait_for(unsigned begin, unsigned end, Behind behind) {
+  yield();  // the last to arrive is not the first to go on: lanes always run from 31 down to 0
   for (unsigned other = begin; other < end; ++other) {
     while (!fibers[other].done && behind(fibers[other])) yield();
   }
@@ -112,7 +113,8 @@ inline void run_block(unsigned threads) {
   }
   for (unsigned left = threads; left != 0;) {
     left = 0;
-    for (unsigned thread = 0; thread < threads; ++thread) {
+    // Upper lanes first: whoever relies on lanes storing in order finds out.
+    for (unsigned thread = threads; thread-- > 0;) {
       if (fibers[thread].done) continue;
       current = &fibers[thread];
       threadIdx = dim3(thread, 0, 0);
@@ -142,6 +144,7 @@ T from_bits(uint64_t bits) {
 
 inline void __syncwarp(unsigned = 0xFFFFFFFFu) { emulated_cuda::sync_warp(); }
 inline void __syncthreads() { emulated_cuda::sync_block(); }
+inline void __threadfence_block() {}
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { emulated_cuda::yield(); }
@@ -194,6 +197,13 @@ template <typename T>
 T atomicAdd(T* address, T value) {
   const T old = *address;
   *address += value;
+  return old;
+}
+
+template <typename T>
+T atomicAnd(T* address, T value) {
+  const T old = *address;
+  *address &= value;
   return old;
 }
 
