@@ -18,8 +18,8 @@ from kvcanary_plugin.kernels import (
     pack_kernel_kind,
 )
 from kvcanary_plugin.kernels.consts import VIOLATION_FIELDS
+from kvcanary_plugin.kernels.packing import packed, read_bytes
 from kvcanary_plugin.lifecycle import SlotEvents
-from kvcanary_plugin.kernels.packing import read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,6 +163,11 @@ class GroupGuard:
         if self.seal_mode == RealKvHashMode.NONE:
             return 0
         return sum(read_bytes(source, self.seal_mode) for source in self.group.sources)
+
+    def pack_contexts(self) -> None:
+        """Checks and packs every context now, so that no later launch copies anything."""
+        for context in (*self._contexts.values(), self.scrub_second_look):
+            packed(context)
 
     def context(self, tag: LaunchTag) -> VerifyOrWriteContext:
         """The launch context of one step of the forward."""

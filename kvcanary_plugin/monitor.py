@@ -129,6 +129,9 @@ class CanaryMonitor:
             return
         with self.guard_errors("launch"):
             self._result = ForwardResult.CHECKED
+            if self._last_step == -1:
+                for guard in self.guards:
+                    guard.pack_contexts()
             self.scrubber.step_begins()
             self.reverifier.sample(self._reverified_share)
             events = [self._take_events(guard) for guard in self.guards]
