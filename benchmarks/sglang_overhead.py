@@ -190,7 +190,11 @@ def main() -> None:
         name: json.loads(value) for name, value in (item.split("=", 1) for item in arguments.engine)
     }
     engine = sglang.Engine(kvcanary_config=str(arguments.config), **keywords)
-    samples = measure(Bench(engine, switch), repeats=arguments.repeats)
+    samples = measure(
+        Bench(engine, switch),
+        repeats=arguments.repeats,
+        check_guarded=lambda: assert_guarded(arguments.config),
+    )
     (arguments.out / "overhead.json").write_text(json.dumps(samples), encoding="utf-8")
     print(as_table(samples))
     print(guard_summary(arguments.config))
@@ -198,6 +202,13 @@ def main() -> None:
     if host.exists():
         print("\nHost time of the canary's steps:", host.read_text(encoding="utf-8"))
     engine.shutdown()
+
+
+def assert_guarded(config: Path) -> None:
+    """Ends the run when the canary is blind: it would be measured doing nothing."""
+    summary = guard_summary(config)
+    if "metrics.port" not in summary and "'state': 'guarded'" not in summary:
+        raise SystemExit(f"the canary guards nothing:{summary}")
 
 
 def guard_summary(config: Path) -> str:
@@ -231,7 +242,9 @@ def guard_summary(config: Path) -> str:
     return "\n".join(["", *lines])
 
 
-def measure(bench: Bench, *, repeats: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    bench: Bench, *, repeats: int, check_guarded: Callable[[], None]
+) -> dict[str, dict[str, list[float]]]:
     """Samples by measurement and side; sides alternate in the order off on on off."""
     works: dict[str, Callable[[], float]] = {
         f"time to first token, {LONG_PROMPT} tokens": bench.time_to_first_token,
@@ -242,6 +255,7 @@ def measure(bench: Bench, *, repeats: int) -> dict[str, dict[str, list[float]]]:
         bench.switch(state)
         for work in works.values():
             work()
+    check_guarded()
     samples: dict[str, dict[str, list[float]]] = {name: {"off": [], "on": []} for name in works}
     for repeat in range(repeats):
         order = (OFF, ON) if repeat % 2 == 0 else (ON, OFF)
@@ -260,9 +274,7 @@ def as_table(samples: dict[str, dict[str, list[float]]]) -> str:
     for name, sides in samples.items():
         off, on = statistics.median(sides["off"]), statistics.median(sides["on"])
         spread = f"{min(sides['off']):.2f} - {max(sides['off']):.2f}"
-        rows.append(
-            f"| {name} | {off:.2f} | {on:.2f} | {100 * (on / off - 1):+.2f} % | {spread} |"
-        )
+        rows.append(f"| {name} | {off:.2f} | {on:.2f} | {100 * (on / off - 1):+.2f} % | {spread} |")
     return "\n".join(rows)
 
 

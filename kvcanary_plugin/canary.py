@@ -121,7 +121,9 @@ class Canary:
         self.drain = self._make_drain(config, config_path, engine, ranks)
         if config.metrics.port is not None:
             port = self.metrics.serve(
-                port=config.metrics.port, address=config.metrics.address, rank_offset=ranks.dp_rank
+                port=config.metrics.port,
+                address=config.metrics.address,
+                rank_offset=ranks.process_index,
             )
             logger.info("kvcanary: metrics on http://%s:%d/metrics", config.metrics.address, port)
         self.drain.start()
@@ -151,6 +153,13 @@ class Canary:
             monitor.before_forward(step)
         yield
         monitor.after_forward()
+
+    def requests_to_abort(self) -> tuple[int, ...]:
+        """In mode abort, uids of the requests hit since the last call; for the engine to end."""
+        if not self._policy.ends_requests:
+            return ()
+        self.drain.flush()
+        return self._policy.take_requests_to_abort()
 
     def close(self) -> None:
         """Stops the drain after a last poll, and the own metrics endpoint."""

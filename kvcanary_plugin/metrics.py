@@ -204,11 +204,18 @@ METRICS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLabels:
-    """Which rank of the engine this process is."""
+    """Which rank of the engine this process is.
+
+    Fields:
+        tp_rank, pp_rank, dp_rank: label values.
+        process_index: unique among the ranks of one engine, from 0; no label. Rank r serves its own
+            endpoint on ``metrics.port`` + r.
+    """
 
     tp_rank: int = 0
     pp_rank: int = 0
     dp_rank: int = 0
+    process_index: int = 0
 
 
 class CanaryMetrics:

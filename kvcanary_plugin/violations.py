@@ -302,6 +302,11 @@ class ViolationPolicy:
         """Whether the mode in force is ``raise``."""
         return self._mode == "raise"
 
+    @property
+    def ends_requests(self) -> bool:
+        """Whether the mode in force is ``abort``."""
+        return self._mode == "abort"
+
     def pending_error(self) -> KVCanaryViolationError | None:
         """In mode ``raise``, the error that every forward from now on must raise."""
         return self._pending_error

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.drill import (
     FULL_CASES,
     SWA_CASES,
@@ -280,3 +281,35 @@ def test_the_python_engine_takes_kvcanary_config(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "output_ids" in done.stdout
     assert "kvcanary: guarding" in done.stdout + done.stderr
+
+
+def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(own_server, tmp_path):
+    config = write_drill_config(tmp_path, mode="abort")
+    server = own_server(replace(PRESETS["llama"], kvcanary_config=config))
+    prompt = fixed_prompts(1)[0]
+    Drill(server, tmp_path)._ask_for(FULL_CASES[1])
+
+    with pytest.raises(RequestError, match="kvcanary: the KV cache of this request is corrupted"):
+        generate(server.url, prompt, max_new_tokens=200)
+
+    http_client.post(server.url, "/flush_cache", {}, timeout=30.0)
+    assert len(generate(server.url, prompt, max_new_tokens=8).output) == 8
+    assert server.exit_status is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--enable-page-major-kv-layout",), "has no adapter"),
+        (("--enable-hierarchical-cache",), "hierarchical cache is not covered"),
+    ],
+)
+def test_what_cannot_be_guarded_is_shown_as_unsupported(own_server, tmp_path, flags, reason):
+    spec = replace(PRESETS["llama"], flags=flags, kvcanary_config=write_drill_config(tmp_path))
+    try:
+        server = own_server(spec)
+    except ServerError as error:
+        pytest.skip(f"the engine itself does not start with {flags}: {str(error)[-300:]}")
+    now = snapshot(server)
+    assert now.total(GROUP_STATE, group="full", state="unsupported") == 1
+    assert reason in server.log()

@@ -51,6 +51,7 @@ class Session:
         """The engine's forward ``run`` with the canary's steps around it."""
         if self._translator is None:
             return run()
+        self._end_requests_that_were_hit()
         with self._canary.around_forward(lambda: self._translate(forward_batch)):
             return run()
 
@@ -62,6 +63,21 @@ class Session:
         self._canary.monitor.record_sampled(
             forward_batch.req_pool_indices[:count], forward_batch.seq_lens[:count], tokens
         )
+
+    def _end_requests_that_were_hit(self) -> None:
+        """Mode abort: the scheduler finishes them, with this error, after their current token."""
+        uids = self._canary.requests_to_abort()
+        if not uids or self._translator is None:
+            return
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        for uid in uids:
+            request = self._translator.request(uid)
+            if request is not None:
+                logger.error("kvcanary: ending request %r: its KV cache is corrupted", request.rid)
+                request.to_finish = FINISH_ABORT(
+                    "kvcanary: the KV cache of this request is corrupted; send it again", 500
+                )
 
     def _follow_allocators(self, model_runner: Any) -> None:
         if self._canary.monitor is None:

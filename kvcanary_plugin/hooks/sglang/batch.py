@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class BatchTranslator:
         self._next_uid = 1
         self._step = 0
         self._identity: _BatchIdentity | None = None
+        self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         rows = groups[0].page_table.shape[0]
         self._ones = torch.ones(rows, dtype=torch.int64, device=self._device)
         self._decode_prefix = torch.empty(rows, dtype=torch.int64, device=self._device)
@@ -68,6 +70,10 @@ class BatchTranslator:
         requests = tuple(schedule_batch.reqs)
         prompt = tuple(id(request) not in decoding for request in requests)
         setattr(forward_batch, _REQUESTS, (requests, prompt))
+
+    def request(self, uid: int) -> Any | None:
+        """The scheduler's request behind ``uid``; None when it is gone."""
+        return self._requests.get(uid)
 
     def translate(self, forward_batch: Any) -> ForwardStep:
         """The step that ``forward_batch`` is about to run. No device synchronisation.
@@ -198,6 +204,7 @@ class BatchTranslator:
             uid = self._next_uid
             self._next_uid += 1
             setattr(request, _UID, uid)
+        self._requests[uid] = request
         self._names.remember(uid, request.rid)
         return int(uid)
 

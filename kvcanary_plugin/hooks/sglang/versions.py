@@ -34,10 +34,15 @@ def rank_labels(model_runner: Any) -> RankLabels:
         ranks: Any = get_parallel()
     except ImportError:  # before 0.5.21 the runner carries its ranks itself
         ranks = model_runner
+    tp_rank, pp_rank, dp_rank = (
+        int(getattr(ranks, name, 0) or 0) for name in ("tp_rank", "pp_rank", "dp_rank")
+    )
+    tp_size, pp_size = (int(getattr(ranks, name, 1) or 1) for name in ("tp_size", "pp_size"))
     return RankLabels(
-        tp_rank=int(getattr(ranks, "tp_rank", 0) or 0),
-        pp_rank=int(getattr(ranks, "pp_rank", 0) or 0),
-        dp_rank=int(getattr(ranks, "dp_rank", 0) or 0),
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        dp_rank=dp_rank,
+        process_index=(dp_rank * pp_size + pp_rank) * tp_size + tp_rank,
     )
 
 
@@ -50,7 +55,8 @@ def own_tokens(request: Any) -> Any:
 def request_row(request: Any) -> int:
     """Row of a request in the page table."""
     kv = getattr(request, "kv", None)  # before 0.5.21 the request itself knows its row
-    return int(request.req_pool_idx if kv is None else kv.req_pool_idx)
+    holder = kv if hasattr(kv, "req_pool_idx") else request
+    return int(holder.req_pool_idx)
 
 
 def puts_frees_off(allocator: Any) -> bool:
