@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import json
 import mmap
 import os
@@ -118,7 +119,7 @@ class Bench:
         prompts = [self.prompt(DECODE_PROMPT) for _ in range(requests)]
         self._serve(prompts, 1)
         _, stamps = self._serve(prompts, OUTPUT)
-        gaps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)][10:-5]
+        gaps = [b - a for a, b in itertools.pairwise(stamps)][10:-5]
         return statistics.median(gaps) * 1e3
 
     def _serve(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[float]]:

@@ -4,7 +4,7 @@ A hook translates its engine's batch into a :class:`ForwardStep`; nothing below 
 an engine type. For request ``r`` of a step, positions split into half-open ranges::
 
     [0, prefix_lens[r])                                  K/V existed before this forward: verified
-    [prefix_lens[r], prefix_lens[r] + extend_lens[r])    K/V written by this forward: recorded, sealed
+    [prefix_lens[r], prefix_lens[r] + extend_lens[r])    written by this forward: recorded, sealed
 
 The flat arrays (``input_ids``, ``positions``, ``out_cache_loc``) hold the extend ranges of all
 requests one behind the other, ``sum(extend_lens)`` entries, and then padding nobody reads.

@@ -1,4 +1,4 @@
-"""What each token of a request should be, from sources that the forward's inputs do not pass through.
+"""What each token of a request should be, from sources other than the forward's inputs.
 
 Two oracles fill one table: prompt tokens come from the scheduler's own history on the host
 (:meth:`TokenHistory.record_prompt`), generated ones from the sampler's output

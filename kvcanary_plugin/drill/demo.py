@@ -53,7 +53,11 @@ def run_demo(*, model: str = "tiny-llama", say: Say = print) -> int:
             problems += _report_in_log(server, say)
         for problem in problems:
             say(f"FAILED: {problem}")
-        say("Demo failed." if problems else "Every fault was reported; the healthy phase was silent.")
+        say(
+            "Demo failed."
+            if problems
+            else "Every fault was reported; the healthy phase was silent."
+        )
         return 1 if problems else 0
 
 
@@ -67,7 +71,7 @@ def _healthy_phase(server: SGLangServer, say: Say) -> list[str]:
     say(
         f"  {result.requests} requests served, {result.aborted} given up by the client;"
         f" {result.tokens} tokens at {result.tokens_per_second:.0f}/s;"
-        f" {result.cached_tokens} of {result.prompt_tokens} prompt tokens came from the prefix cache"
+        f" {result.cached_tokens} of {result.prompt_tokens} prompt tokens were in the prefix cache"
     )
     say(
         f"  {int(snapshot.total(FORWARDS))} forwards, {verified} slots verified,"
@@ -106,9 +110,7 @@ def _fault_phase(drill: Drill, model: str, say: Say) -> list[str]:
         say(f"  {result.case.title}: {_as_words(result)}")
     say(f"\n{as_table(results)}\n")
     problems += [f"not detected: {r.case.title}" for r in results if not r.detected]
-    problems += [
-        f"seen too late: {r.case.title}" for r in results if (r.steps_until_seen or 0) > 1
-    ]
+    problems += [f"seen too late: {r.case.title}" for r in results if (r.steps_until_seen or 0) > 1]
     return problems
 
 
@@ -148,4 +150,3 @@ def _report_in_log(server: SGLangServer, say: Say) -> list[str]:
     say("A report as the server's log has it:")
     say(f"  {reports[0]}\n")
     return []
-

@@ -151,7 +151,7 @@ def cases_for(model: str) -> tuple[FaultCase, ...]:
 
 
 def write_drill_config(directory: Path, **overrides: Any) -> Path:
-    """Settings for a drill: every check on, every row reported, faults allowed; in ``directory``."""
+    """Settings for a drill in ``directory``: all checks on, all rows reported, faults allowed."""
     settings: dict[str, Any] = {
         "mode": "log",
         "write_input_assert": True,

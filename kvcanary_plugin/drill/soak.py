@@ -64,8 +64,10 @@ class SoakResult:
         """The result in a few lines."""
         lines = [
             f"{self.forwards} forwards in {self.seconds:.0f} s, {self.unchecked} not fully checked",
-            f"{self.requests} requests served, {self.aborted} given up by the client;"
-            f" {self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache",
+            (
+                f"{self.requests} requests served, {self.aborted} given up by the client;"
+                f" {self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
+            ),
             f"{self.slots_verified} slots verified, {self.violations} violations",
             *self.troubles,
             *self.failures[:10],

@@ -22,10 +22,8 @@ _GENERATION = 1 << 8
 _UNCLAIMED = -1
 
 
-def apply_events(
-    context: VerifyOrWriteContext, events: Sequence[SlotEvent], *, step: int
-) -> None:
-    """Apply ``events`` in order to the slot table of ``context``; rows for double alloc and free."""
+def apply_events(context: VerifyOrWriteContext, events: Sequence[SlotEvent], *, step: int) -> None:
+    """Apply ``events`` in order to the slot table; rows for double allocations and frees."""
     check_events(events, device=context.canary_buf.device)
     table = context.slot_table
     if table is None:

@@ -23,8 +23,8 @@ def launch_canary_snapshot_kernel_torch_reference(
     snapshot_out.rows.fill_(UNKNOWN)
     table = _page_table(reads)
     kept_rows, width = snapshot_out.entries.shape
-    lens = reads.prefix_lens.tolist()
-    for request, (row, prefix_len) in enumerate(zip(reads.request_rows.tolist(), lens, strict=True)):
+    rows, lens = reads.request_rows.tolist(), reads.prefix_lens.tolist()
+    for request, (row, prefix_len) in enumerate(zip(rows, lens, strict=True)):
         kept_row = request - first_request
         first, end = _entries_of_prefix(reads, prefix_len)
         if (

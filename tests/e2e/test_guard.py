@@ -152,9 +152,9 @@ def test_mode_raise_ends_the_server_with_the_report(own_server, tmp_path):
     server = own_server(replace(PRESETS["llama"], kvcanary_config=config))
     drill = Drill(server, tmp_path)
     drill._ask_for(FULL_CASES[1])
+    prompt = fixed_prompts(1)[0]
     with pytest.raises(RequestError):
-        for _ in range(20):
-            generate(server.url, fixed_prompts(1)[0], max_new_tokens=32)
+        generate(server.url, prompt, max_new_tokens=200)
     assert server.wait_for_exit(60) != 0
     assert "kvcanary: real_kv violation" in server.log()
 
@@ -180,7 +180,12 @@ def test_settings_change_while_serving_and_a_bad_file_changes_nothing(own_server
     (on,) = drill.run([rotate])
     assert on.counted["write_input"] > 0
 
-    for bad in ("mode: [", "mode: loud", "surprise: 1", yaml.safe_dump(settings | {"ring": {"capacity": 128}})):
+    for bad in (
+        "mode: [",
+        "mode: loud",
+        "surprise: 1",
+        yaml.safe_dump(settings | {"ring": {"capacity": 128}}),
+    ):
         serve_with(bad, "refused")
     assert snapshot(server).total(MODE, mode="log") == 1
     (still_on,) = drill.run([rotate])

@@ -550,7 +550,9 @@ def random_prepare(dice: Dice) -> dict[str, Any]:
         "write_plan_out": plan,
         "out_cache_loc": dice.integers(slots),
         "step": dice.randint(0, 6),
-        "events": tuple(random_event(dice, num_slots) for _ in range(dice.choice((0, 0, 1, 3, 30)))),
+        "events": tuple(
+            random_event(dice, num_slots) for _ in range(dice.choice((0, 0, 1, 3, 30)))
+        ),
     }
 
 

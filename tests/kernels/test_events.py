@@ -127,9 +127,7 @@ def test_a_move_takes_record_state_and_provenance_along():
     pool.table.state[3] = SlotState.SEALED
     pool.table.writer_uid[3], pool.table.writer_step[3], pool.table.owner_uid[3] = 11, 12, 13
     pool.apply(
-        SlotEvent(
-            kind=EventKind.MOVE, slots=torch.tensor([3]), destinations=torch.tensor([9])
-        )
+        SlotEvent(kind=EventKind.MOVE, slots=torch.tensor([3]), destinations=torch.tensor([9]))
     )
     assert pool.context.canary_buf.view(torch.int64)[9].tolist() == [5, 6, 7, 8]
     assert pool.states(9) == [SlotState.SEALED]
@@ -161,9 +159,7 @@ def test_padding_and_slots_outside_the_pool_are_left_alone():
         (SlotEvent(kind=EventKind.FREE, slots=torch.arange(2, device="meta")), "device"),
         (SlotEvent(kind=EventKind.MOVE, slots=torch.arange(2)), "destinations"),
         (
-            SlotEvent(
-                kind=EventKind.MOVE, slots=torch.arange(2), destinations=torch.arange(3)
-            ),
+            SlotEvent(kind=EventKind.MOVE, slots=torch.arange(2), destinations=torch.arange(3)),
             "2 entries",
         ),
     ],

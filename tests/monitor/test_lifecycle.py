@@ -76,7 +76,7 @@ def test_a_dummy_forward_that_writes_a_live_slot_is_not_waved_through():
 
 
 def test_free_before_the_step_in_flight_ends_is_write_owned_at_the_write():
-    """vllm #45357: A finishes, its slot goes to B, and a queued step of A writes it all the same."""
+    """vllm #45357: A finishes, its slot goes to B, and a queued step of A still writes it."""
     world = tracked()
     alloc(world, 12)
     free(world, 12)

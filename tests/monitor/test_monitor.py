@@ -120,17 +120,13 @@ def test_the_write_input_assert_is_a_switch_that_works_while_serving():
 
 def test_a_sampled_token_that_does_not_come_back_is_write_input():
     world = prefilled()
-    world.monitor.record_sampled(
-        torch.tensor([1]), torch.tensor([len(PROMPT)]), torch.tensor([40])
-    )
+    world.monitor.record_sampled(torch.tensor([1]), torch.tensor([len(PROMPT)]), torch.tensor([40]))
     assert found(decode(world, token=41)) == {("write_input", 12)}
 
 
 def test_a_sampled_token_that_comes_back_is_silent():
     world = prefilled()
-    world.monitor.record_sampled(
-        torch.tensor([1]), torch.tensor([len(PROMPT)]), torch.tensor([40])
-    )
+    world.monitor.record_sampled(torch.tensor([1]), torch.tensor([len(PROMPT)]), torch.tensor([40]))
     assert decode(world, token=40) == []
 
 
@@ -172,9 +168,7 @@ def test_a_cached_prefix_of_other_tokens_is_prefix_identity():
 def test_equal_tokens_of_another_identity_are_prefix_identity(written: dict, read: dict):
     world = World()
     first, second = identity_key(**written), identity_key(**read)
-    assert world.forward(
-        Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS, identity_key=first)
-    ) == []
+    assert world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS, identity_key=first)) == []
     world.put_row(2, SLOTS)
     reuse = Part(
         uid=2, row=2, tokens=[*PROMPT, 8], slots=[13], prefix=len(PROMPT), identity_key=second
@@ -313,7 +307,9 @@ def test_mode_raise_passes_internal_errors_on():
 
 def test_a_blind_canary_counts_forwards_as_unchecked_and_never_alarms():
     world = prefilled()
-    step = world._step_of([Part(uid=2, row=2, tokens=PROMPT, slots=[40, 41, 42, 43, 44])], ForwardKind.PREFILL)
+    step = world._step_of(
+        [Part(uid=2, row=2, tokens=PROMPT, slots=[40, 41, 42, 43, 44])], ForwardKind.PREFILL
+    )
     broken = type(step)(
         **{name: getattr(step, name) for name in step.__slots__} | {"positions": None}
     )

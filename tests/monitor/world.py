@@ -1,4 +1,4 @@
-"""A minimal paged engine for scenarios: pools, page table, forwards. It has no scheduler of its own.
+"""A minimal paged engine for scenarios: pools, page table, forwards, and no scheduler.
 
 Each test says which request computes which tokens into which slots; the world turns that into a
 ``ForwardStep``, runs the monitor's steps around a forward that stores K/V bytes, and decodes what
@@ -82,7 +82,9 @@ class World:
 
     def _pool(self, slots: int) -> list[torch.Tensor]:
         return [
-            torch.zeros((slots // self.page_size, self.page_size * BYTES_PER_LAYER), dtype=torch.uint8)
+            torch.zeros(
+                (slots // self.page_size, self.page_size * BYTES_PER_LAYER), dtype=torch.uint8
+            )
             for _ in range(2 * LAYERS)
         ]
 

@@ -1,4 +1,4 @@
-"""Put the canary around ``ModelRunner.forward``: outside every CUDA graph, on the forward's stream."""
+"""Put the canary around ``ModelRunner.forward``: outside CUDA graphs, on the forward's stream."""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ class BatchTranslator:
     @staticmethod
     def remember_requests(forward_batch: Any, schedule_batch: Any) -> None:
         """Keep the scheduler's requests with the batch that was made from them."""
-        decoding = {id(request) for request in (getattr(schedule_batch, "decoding_reqs", None) or ())}
+        decoding = {
+            id(request) for request in (getattr(schedule_batch, "decoding_reqs", None) or ())
+        }
         requests = tuple(schedule_batch.reqs)
         prompt = tuple(id(request) not in decoding for request in requests)
         setattr(forward_batch, _REQUESTS, (requests, prompt))
@@ -96,7 +98,9 @@ class BatchTranslator:
         # Not `positions`: what is verified must not hang on the input that may be wrong.
         prefix = torch.sub(batch.seq_lens[:size], 1, out=self._decode_prefix[:size])
         lens_on_host = getattr(batch, "seq_lens_cpu", None)
-        host_prefix = lens_on_host[:size].numpy().astype(np.int64) - 1 if lens_on_host is not None else None
+        host_prefix = (
+            lens_on_host[:size].numpy().astype(np.int64) - 1 if lens_on_host is not None else None
+        )
         return self._step_of(
             batch,
             kind=ForwardKind.DECODE if getattr(batch, "rids", None) else ForwardKind.DUMMY,
@@ -250,7 +254,8 @@ def _identity_key_of(request: Any) -> int:
     key = getattr(request, _KEY, None)
     if key is None:
         key = identity_key(
-            lora_id=getattr(request, "lora_id", None), cache_salt=getattr(request, "extra_key", None)
+            lora_id=getattr(request, "lora_id", None),
+            cache_salt=getattr(request, "extra_key", None),
         )
         setattr(request, _KEY, key)
     return int(key)

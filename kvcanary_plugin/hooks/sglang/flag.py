@@ -1,8 +1,8 @@
 """How the operator's settings reach the scheduler processes.
 
-``--kvcanary-config FILE`` on the command line and ``kvcanary_config=`` of ``sglang.Engine`` both end
-as the environment variable KVCANARY_CONFIG, which spawned processes inherit. The file is read and
-checked in the main process too, so that a broken one stops the server before it loads a model.
+``--kvcanary-config FILE`` on the command line and ``kvcanary_config=`` of ``sglang.Engine`` both
+end as the environment variable KVCANARY_CONFIG, which spawned processes inherit. The file is read
+and checked in the main process too, so that a broken one stops the server before it loads a model.
 """
 
 from __future__ import annotations

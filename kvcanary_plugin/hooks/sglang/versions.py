@@ -54,9 +54,10 @@ def own_tokens(request: Any) -> Any:
 
 def request_row(request: Any) -> int:
     """Row of a request in the page table."""
-    kv = getattr(request, "kv", None)  # before 0.5.21 the request itself knows its row
-    holder = kv if hasattr(kv, "req_pool_idx") else request
-    return int(holder.req_pool_idx)
+    kv = getattr(request, "kv", None)
+    if hasattr(kv, "req_pool_idx"):
+        request = kv  # from 0.5.21 on
+    return int(request.req_pool_idx)
 
 
 def puts_frees_off(allocator: Any) -> bool:
