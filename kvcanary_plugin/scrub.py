@@ -308,8 +308,7 @@ class Scrubber:
             seconds = now - self._step_began_at
         elif self._budget.is_share and self._timer is not None:
             self._timer.learn(self._budget)
-            # The engine launches ahead of the device; over time no more passes than elapsed.
-            seconds = min(elapsed, self._timer.step_seconds or 0.0)
+            seconds = self._timer.step_time(elapsed)
         self._budget.earn(seconds, bytes_per_slot=self._pool.bytes_per_slot)
 
     def _spend_measured(self) -> None:

@@ -16,8 +16,10 @@ _MOST_SHARES_SAVED = 4
 _MOST_SECONDS_SAVED = 0.25
 # Weight of a new measurement.
 _LEARNING_RATE = 0.2
-# What a launch costs beside the folds. Too low or too high only shifts the size of the chunks.
-_LAUNCH_SECONDS = 8e-6
+# A chunk is of usual size from this share of the recent ones' mean on, and far dearer from this
+# multiple of their price on.
+_USUAL_SIZE = 0.5
+_FAR_DEARER = 2.0
 # Assumed until measured, and slots that may be folded on that assumption.
 _SECONDS_PER_BYTE = {"cpu": 1 / 1e9, "cuda": 1 / 200e9}
 _SLOTS_UNMEASURED = {"cpu": 1, "cuda": 64}
@@ -34,6 +36,7 @@ class ScrubBudget:
     def __init__(self, settings: Scrub, *, device_type: str) -> None:
         self._seconds_per_byte = _SECONDS_PER_BYTE[device_type]
         self._most_slots: int | None = _SLOTS_UNMEASURED[device_type]
+        self._recent_bytes = self._recent_seconds = 0.0
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Scrub) -> None:
@@ -86,16 +89,19 @@ class ScrubBudget:
         self._credit -= seconds if self._is_share else slots * bytes_per_slot
 
     def learn(self, num_bytes: int, seconds: float) -> None:
-        """``num_bytes`` were folded in ``seconds``.
+        """``num_bytes`` were folded in ``seconds``, launch included.
 
-        A higher price counts at once, so that the next chunk is no larger than it may be; a lower
-        one bit by bit.
+        The price is that of the last chunks together, so that what is paid for many of them is what
+        they take. A chunk of usual size that takes far longer than that counts alone at once: the
+        next one must not be larger than it may be.
         """
-        measured = max(seconds - _LAUNCH_SECONDS, 0.1 * seconds) / num_bytes
-        decayed = self._seconds_per_byte + _LEARNING_RATE * (measured - self._seconds_per_byte)
-        self._seconds_per_byte = (
-            measured if self._most_slots is not None else max(measured, decayed)
-        )
+        is_unmeasured = self._most_slots is not None
+        is_usual = num_bytes >= _USUAL_SIZE * self._recent_bytes * _LEARNING_RATE
+        is_far_dearer = seconds > _FAR_DEARER * self.seconds_of(num_bytes)
+        keep = 0.0 if is_unmeasured or (is_usual and is_far_dearer) else 1.0 - _LEARNING_RATE
+        self._recent_bytes = keep * self._recent_bytes + num_bytes
+        self._recent_seconds = keep * self._recent_seconds + seconds
+        self._seconds_per_byte = self._recent_seconds / self._recent_bytes
         self._most_slots = None
 
     def _price(self, bytes_per_slot: int) -> float:
@@ -121,7 +127,8 @@ class DeviceTimer:
         self._steps_until_sample = 0
         self._step_is_sampled = False
         self._awaits_result = False
-        self.step_seconds: float | None = None
+        self._step_seconds = 0.0
+        self._not_counted = 0.0
 
     def step_begins(self) -> None:
         """A forward begins on the current stream."""
@@ -152,14 +159,26 @@ class DeviceTimer:
         self._complete.record()
         self._awaits_result = True
 
+    def step_time(self, elapsed: float) -> float:
+        """Time of the step that ends, ``elapsed`` seconds after the one before.
+
+        What steps take by the samples, but over some steps no more than has elapsed: the engine
+        launches ahead of the device, and a sample may have met a longer step than most.
+        """
+        most = _MOST_SHARES_SAVED * self._step_seconds
+        self._not_counted = min(self._not_counted + elapsed, most)
+        seconds = min(self._not_counted, self._step_seconds)
+        self._not_counted -= seconds
+        return seconds
+
     def learn(self, budget: ScrubBudget) -> None:
         """Take over the last sample if the device has got that far."""
         if not self._awaits_result or not self._complete.query():
             return
         self._awaits_result = False
         seconds = self._step_begin.elapsed_time(self._chunk_begin) / 1e3
-        known = self.step_seconds
-        self.step_seconds = seconds if known is None else known + _LEARNING_RATE * (seconds - known)
+        known = self._step_seconds
+        self._step_seconds = known + _LEARNING_RATE * (seconds - known) if known else seconds
         folded = int(self._counts[1]) - int(self._counts[0])
         if folded > 0:
             chunk_seconds = self._chunk_begin.elapsed_time(self._chunk_end) / 1e3

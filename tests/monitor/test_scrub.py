@@ -14,6 +14,7 @@ from kvcanary_plugin.cache import KVCacheGroup, row_source
 from kvcanary_plugin.config.model import Scrub
 from kvcanary_plugin.forward import ForwardKind
 from kvcanary_plugin.kernels import LaunchTag, launch_canary_scrub_range_kernel
+from kvcanary_plugin.kernels.reference import fold_slots, record_fields
 from kvcanary_plugin.monitor import CanaryMonitor
 from kvcanary_plugin.scrub import Turn
 from kvcanary_plugin.scrub_budget import Prepaid, ScrubBudget
@@ -434,10 +435,10 @@ def test_bytes_per_second_hold(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_share_holds_on_this_machine():
     table = torch.zeros((4, 64), dtype=torch.int32)
-    kv = torch.randint(0, 256, (6000, 16384), dtype=torch.uint8)
+    kv = torch.randint(0, 256, (2000, 16384), dtype=torch.uint8)
     group = KVCacheGroup(
         name="full",
-        num_slots=6000,
+        num_slots=2000,
         page_table=table,
         page_size=1,
         padding_row=0,
@@ -455,6 +456,8 @@ def test_the_share_holds_on_this_machine():
     )
     guard = monitor.guards[0]
     guard.slots.state[1:] = 3
+    context = guard.context(LaunchTag.SEAL)
+    record_fields(context)[:, 3] = fold_slots(context, torch.arange(2000))
     scrubber = monitor.scrubber
     steps = scrub_seconds = 0.0
     for _ in range(200):
@@ -467,6 +470,7 @@ def test_the_share_holds_on_this_machine():
         scrub_seconds += time.perf_counter() - forwarded
     assert guard.slots_run(LaunchTag.SCRUB) > 1000
     # What the scrub does beside its launches (a few microseconds a step) is not paid for.
+    print(f"{scrub_seconds / steps:.4f} of step time at a budget of 0.10")
     assert 0.05 <= scrub_seconds / steps <= 0.13
 
 

@@ -31,11 +31,11 @@ REQUESTS, PROMPT, SLOTS, LAYERS, BYTES = 4, 4000, 20000, 8, 4096
 class GpuEngine:
     """Four requests that have computed their prompts; each forward decodes one token of each."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, *, layers: int = LAYERS, **settings: object) -> None:
         self.table = torch.zeros((8, 8192), dtype=torch.int32, device="cuda")
         self.kv = [
             torch.randint(0, 256, (SLOTS, BYTES), dtype=torch.uint8, device="cuda")
-            for _ in range(LAYERS)
+            for _ in range(layers)
         ]
         self.group = KVCacheGroup(
             name="full",
@@ -152,21 +152,21 @@ def test_a_flipped_byte_of_a_slot_nobody_reads_is_found_and_whole_ones_are_not()
 
 def test_the_share_of_step_time_holds_on_the_device():
     def seconds(engine: GpuEngine) -> float:
-        for _ in range(30):
-            engine.decode(engine.compute)
-        torch.cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(150):
+        for number in range(160):
             engine.decode(engine.compute)
-        torch.cuda.synchronize()
+            if number % 2:  # an engine is two steps ahead of the device at most
+                torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    off = GpuEngine(scrub={"percent_of_step_time": 0})
-    on = GpuEngine(scrub={"percent_of_step_time": 20})
+    # 64 layers: several shares of a step for one turn over the pool.
+    off = GpuEngine(layers=64, scrub={"percent_of_step_time": 0})
+    on = GpuEngine(layers=64, scrub={"percent_of_step_time": 10})
+    seconds(off), seconds(on)  # until the prices are known
     pairs = [(seconds(off), seconds(on)) for _ in range(5)]
     shares = sorted(with_scrub / without - 1 for without, with_scrub in pairs)
-    print("share of step time at a budget of 0.20:", [f"{share:.3f}" for share in shares])
-    assert 0.12 <= shares[2] <= 0.23
+    print("share of step time at a budget of 0.10:", [f"{share:.3f}" for share in shares])
+    assert 0.07 <= shares[2] <= 0.12
 
 
 def test_an_idle_thread_scrubs_and_never_meets_a_forward(monkeypatch: pytest.MonkeyPatch):
