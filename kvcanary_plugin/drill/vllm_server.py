@@ -119,7 +119,10 @@ PRESETS: Final[Mapping[str, VLLMServerSpec]] = MappingProxyType(
     {
         "llama": VLLMServerSpec(),
         "gemma3": VLLMServerSpec(model="vllm-gemma3"),
-        "small-pool": VLLMServerSpec(flags=("--num-gpu-blocks-override", "66")),
+        # Less than eight requests of usual length need: some are preempted and computed again.
+        "small-pool": VLLMServerSpec(
+            flags=("--max-model-len", "1280", "--num-gpu-blocks-override", "42")
+        ),
         "ngram": VLLMServerSpec(
             flags=(
                 "--speculative-config",
