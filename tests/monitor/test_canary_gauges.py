@@ -1,0 +1,133 @@
+"""A whole canary, drain thread included: what scrub, re-verify and adoption show as metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import prometheus_client
+import pytest
+import torch
+import yaml
+
+from kvcanary_plugin.canary import Canary
+from kvcanary_plugin.config import load_config
+from kvcanary_plugin.forward import ForwardKind
+from kvcanary_plugin.metrics import RankLabels
+from tests.monitor.world import Part, World
+
+PROMPT = [11, 7, 7, 300, 0]
+SLOTS = [5, 6, 9, 2, 31]
+SETTINGS: dict[str, object] = {
+    "verify": {"real_kv": "none"},
+    "reverify": {"sample": 1.0},
+    "scrub": {"bytes_per_second": 1_000_000_000},
+    "drain": {"interval_seconds": 0.02},
+}
+
+
+class Served:
+    """A world whose forwards run through a whole canary."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_text(yaml.safe_dump(SETTINGS))
+        self.world = World()
+        self.canary = Canary(
+            config=load_config(str(path), {}),
+            config_path=str(path),
+            engine="test",
+            ranks=RankLabels(),
+            groups=self.world.groups,
+            unguarded=(),
+            max_requests=8,
+        )
+
+    def forward(self, *parts: Part) -> None:
+        self.world.step += 1
+        for part in parts:
+            self.world.put_row(part.row, part.slots, part.prefix)
+        step = self.world._step_of(parts, ForwardKind.PREFILL)
+        with self.canary.around_forward(lambda: step):
+            self.world._store(step)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    return registry
+
+
+@pytest.fixture
+def served(registry: prometheus_client.CollectorRegistry, tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "config.yaml")
+    yield served
+    served.canary.close()
+
+
+@pytest.fixture
+def value(registry: prometheus_client.CollectorRegistry) -> Callable[..., float]:
+    def read(name: str, **labels: str) -> float:
+        return sum(
+            sample.value
+            for family in registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    return read
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_idle_engine_shows_turns_and_a_fault_in_a_resident(
+    served: Served, value: Callable[..., float]
+):
+    served.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS))
+    wait_until(lambda: value("kvcanary_slots_scrubbed_total", group="full") >= 10 * len(SLOTS))
+    assert value("kvcanary_violations_total") == 0
+    assert value("kvcanary_scrub_cycle_seconds", group="full") > 0
+    served.world.bytes_of(served.world.full_kv[0], 9)[0] ^= 1
+    wait_until(lambda: value("kvcanary_violations_total", check="real_kv", phase="scrub") >= 1)
+    assert value("kvcanary_internal_errors_total") == 0
+
+
+def test_a_reload_stops_the_scrub_of_an_idle_engine(served: Served, value: Callable[..., float]):
+    served.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS))
+    wait_until(lambda: value("kvcanary_slots_scrubbed_total") > 0)
+    off = {**SETTINGS, "scrub": {"bytes_per_second": 0}}
+    served.path.write_text(yaml.safe_dump(off))
+    wait_until(lambda: value("kvcanary_config_reloads_total", result="ok") == 1)
+    wait_until(lambda: served.canary.monitor.config.scrub.is_off)  # type: ignore[union-attr]
+    time.sleep(0.1)
+    before = value("kvcanary_slots_scrubbed_total")
+    time.sleep(0.3)
+    assert value("kvcanary_slots_scrubbed_total") == before
+
+
+def test_re_verified_and_external_slots_are_counted(served: Served, value: Callable[..., float]):
+    monitor = served.canary.monitor
+    assert monitor is not None
+    monitor.adopt_slots(0, torch.tensor(SLOTS), torch.tensor(PROMPT), torch.arange(5))
+    served.world.put_row(1, SLOTS)
+    served.forward(Part(uid=1, row=1, tokens=[*PROMPT, 4], slots=[12], prefix=5))
+    wait_until(lambda: value("kvcanary_slots_reverified_total", group="full") == len(PROMPT))
+    assert value("kvcanary_external_slots", group="full") == len(SLOTS)
+    assert value("kvcanary_violations_total") == 0
+
+
+def test_checks_that_the_engine_does_not_serve_show_as_unsupported(
+    served: Served, value: Callable[..., float]
+):
+    def supported(check: str) -> float:
+        return value("kvcanary_check_supported", group="full", check=check)
+
+    assert supported("real_kv") == supported("table_changed") == supported("chain") == 1
+    assert supported("freed_read") == supported("double_alloc") == supported("write_owned") == 0
