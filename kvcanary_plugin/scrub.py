@@ -46,7 +46,7 @@ _IDLE_PIECE_SECONDS = 0.001
 _MOST_STATES = 65536
 # Suspects that wait for their second look; what is beyond is found again in the next turn.
 _MOST_SUSPECTS = 4096
-# Second looks in one go: they come on top of the budget.
+# Second looks in one go: the budget does not hold them back.
 _SECOND_LOOKS = 64
 # Places of a turn at which the time is remembered.
 _MARKS = 64
@@ -219,6 +219,7 @@ class Scrubber:
         self._idle_budget = ScrubBudget(settings, device_type=device.type)
         self._timer = DeviceTimer() if device.type == "cuda" else None
         self._earned_at = self._idle_earned_at = self._step_began_at = now
+        self._billed = 0.0  # seconds of this step that its chunks have paid for
         self._step = 0
 
     def reconfigure(self, settings: Scrub) -> None:
@@ -237,13 +238,16 @@ class Scrubber:
         self._step = step
         if self._budget.is_off or not self._pools or self._graph_is_captured():
             return
-        self._look_again()
+        began, self._billed = self._clock(), 0.0
         self._earn()
+        self._look_again()
         if self._timer is None:
             self._spend_measured()
         else:
             self._spend_in_advance(self._timer)
         self._collect_suspects()
+        if self._timer is None:
+            self._budget.spend_time(self._clock() - began - self._billed)
 
     def on_idle(self) -> None:
         """If the engine is idle, do what the budget allows for the time since the last call."""
@@ -332,7 +336,9 @@ class Scrubber:
             folded = pool.folded_so_far() - before
             pool.prepaid.paid(folded)
         self._advance(pool, end)
-        budget.spend_measured(folded, pool.bytes_per_slot, self._clock() - began)
+        seconds = self._clock() - began
+        budget.spend_measured(folded, pool.bytes_per_slot, seconds)
+        self._billed += seconds
         return end - first
 
     def _spend_in_advance(self, timer: DeviceTimer) -> None:

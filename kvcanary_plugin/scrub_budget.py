@@ -82,6 +82,11 @@ class ScrubBudget:
         """Takes out the price of ``slots``; negative pays back."""
         self._credit -= slots * self._price(bytes_per_slot)
 
+    def spend_time(self, seconds: float) -> None:
+        """Takes out time that went into something else than folding."""
+        if self._is_share:
+            self._credit -= seconds
+
     def spend_measured(self, slots: int, bytes_per_slot: int, seconds: float) -> None:
         """Takes out what folding ``slots`` took, and learns the price from it."""
         if slots > 0:

@@ -459,19 +459,21 @@ def test_the_share_holds_on_this_machine():
     context = guard.context(LaunchTag.SEAL)
     record_fields(context)[:, 3] = fold_slots(context, torch.arange(2000))
     scrubber = monitor.scrubber
-    steps = scrub_seconds = 0.0
+    steps = scrub_seconds = longest = 0.0
     for _ in range(200):
         began = time.perf_counter()
         scrubber.step_begins()
         time.sleep(0.005)
         forwarded = time.perf_counter()
         scrubber.after_forward(1)
+        took = time.perf_counter() - forwarded
         steps += forwarded - began
-        scrub_seconds += time.perf_counter() - forwarded
+        scrub_seconds += took
+        longest = max(longest, took)
     assert guard.slots_run(LaunchTag.SCRUB) > 1000
-    # What the scrub does beside its launches (a few microseconds a step) is not paid for.
     print(f"{scrub_seconds / steps:.4f} of step time at a budget of 0.10")
-    assert 0.05 <= scrub_seconds / steps <= 0.13
+    # Over its budget by one call at most: the one that other processes held up.
+    assert 0.05 * steps <= scrub_seconds <= 0.102 * steps + longest
 
 
 def test_what_a_launch_in_advance_paid_for_free_slots_comes_back():
