@@ -64,8 +64,18 @@ def _group(model_runner: Any, pool: Any, name: str, buffers: list[torch.Tensor])
         page_size=1,
         padding_row=PADDING_ROW,
         tracks_allocation=name in followable(model_runner.token_to_kv_pool_allocator),
+        table_stable_through_forward=_table_is_stable(model_runner),
         sources=_slot_sources(buffers),
     )
+
+
+def _table_is_stable(model_runner: Any) -> bool:
+    """Whether nobody rewrites req_to_token between the launch and the end of a forward.
+
+    With overlap scheduling on a GPU the scheduler may, as soon as the forward has read the table.
+    """
+    on_cpu = model_runner.req_to_token_pool.req_to_token.device.type == "cpu"
+    return on_cpu or bool(getattr(model_runner.server_args, "disable_overlap_schedule", False))
 
 
 def _mha(model_runner: Any, pool: Any) -> GuardedPools:
