@@ -21,6 +21,9 @@ import torch
 
 Int64Array = npt.NDArray[np.int64]
 
+# uid of the rows of a dummy batch that belong to no request: they own no slot, and none is theirs.
+DUMMY_UID = -2
+
 
 class ForwardKind(StrEnum):
     """Label ``kind`` of ``kvcanary_forwards_total``."""
@@ -74,7 +77,8 @@ class ForwardStep:
         kind: what the forward is.
         step: number of the forward, counted by the monitor's user, strictly increasing.
         request_rows: [bs], row of each request in the page table.
-        request_uids: int64 [bs], uid of each request; -1 for padding.
+        request_uids: int64 [bs], uid of each request; -1 for padding, which in a dummy batch the
+            monitor takes for ``DUMMY_UID``.
         prefix_lens: [bs], tokens whose K/V existed before this forward.
         extend_lens: [bs], tokens whose K/V this forward writes.
         max_prefix_len: host-side upper bound of ``prefix_lens``; sizes the verify grid.

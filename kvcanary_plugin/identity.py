@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcanary_plugin.forward import Int64Array
 from kvcanary_plugin.kernels import chain_hash
 
@@ -51,11 +53,32 @@ def identity_key(
     return key or 1  # 0 means "no key"
 
 
+class Fingerprint:
+    """A number of token sequences, ten times cheaper than their chain hash: is it still the same?
+
+    A weighted sum modulo 2^64 with random weights, so that the order counts.
+    """
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng()
+        self._weights = np.zeros(0, dtype=np.int64)
+
+    def of(self, tokens: Int64Array) -> int:
+        """The number of ``tokens``; equal sequences have equal ones in this object only."""
+        missing = tokens.shape[0] - self._weights.shape[0]
+        if missing > 0:
+            lowest = np.iinfo(np.int64).min
+            more = self._random.integers(lowest, -1, missing + 4096, dtype=np.int64)
+            self._weights = np.concatenate([self._weights, more])
+        return int(np.dot(tokens, self._weights[: tokens.shape[0]]))
+
+
 @dataclass(slots=True)
 class _Progress:
     length: int
     chain: int
     key: int
+    fingerprint: int
 
 
 class PrefixHasher:
@@ -66,31 +89,50 @@ class PrefixHasher:
     """
 
     def __init__(self, *, capacity: int = 65536) -> None:
-        self._progress: OrderedDict[int, _Progress] = OrderedDict()
+        self._progress: OrderedDict[tuple[int, int], _Progress] = OrderedDict()
         self._capacity = capacity
+        self._fingerprint = Fingerprint()
 
     def prefix_hash(
-        self, *, request_uid: int, tokens: Int64Array, prefix_len: int, key: int = 0
+        self,
+        *,
+        request_uid: int,
+        tokens: Int64Array,
+        prefix_len: int,
+        key: int = 0,
+        token_offset: int = 0,
     ) -> int:
-        """Chain hash (signed int64) behind the first ``prefix_len`` of ``tokens``.
+        """Chain hash (signed int64) behind the first ``prefix_len`` slots of a request.
 
-        ``tokens`` must start at position 0 of the request and must not have changed since the
-        last call for the same uid.
+        Args:
+            request_uid: who asks; a uid that comes back with other tokens starts anew.
+            tokens: int64, the request's own from position 0 on; ``prefix_len + token_offset`` of
+                them at least.
+            prefix_len: slots of the prefix.
+            key: identity key.
+            token_offset: of the group: the slot of position p holds the token at p + token_offset.
         """
-        seen = self._progress.get(request_uid)
-        if seen is not None and seen.key == key and 0 < seen.length <= prefix_len:
+        tokens = tokens[token_offset : token_offset + prefix_len]
+        seen = self._progress.get((request_uid, token_offset))
+        if (
+            seen is not None
+            and seen.key == key
+            and 0 < seen.length <= prefix_len
+            and self._fingerprint.of(tokens[: seen.length]) == seen.fingerprint
+        ):
             chain = seen.chain
             if seen.length < prefix_len:
                 chain = chain_hash(
-                    tokens[seen.length : prefix_len],
+                    tokens[seen.length :],
                     identity_key=key,
                     start_position=seen.length,
                     previous=chain,
                 )
         else:
-            chain = chain_hash(tokens[:prefix_len], identity_key=key)
-        self._progress[request_uid] = _Progress(prefix_len, chain, key)
-        self._progress.move_to_end(request_uid)
+            chain = chain_hash(tokens, identity_key=key)
+        fingerprint = self._fingerprint.of(tokens)
+        self._progress[request_uid, token_offset] = _Progress(prefix_len, chain, key, fingerprint)
+        self._progress.move_to_end((request_uid, token_offset))
         if len(self._progress) > self._capacity:
             self._progress.popitem(last=False)
         return chain

@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 
 from kvcanary_plugin.checks import check_named, labels_of
+from kvcanary_plugin.forward import DUMMY_UID
 from kvcanary_plugin.kernels.consts import UNKNOWN, FailReason, LaunchTag, ViolationField
 from kvcanary_plugin.ring import Rows
 from kvcanary_plugin.violations import Violation
@@ -350,4 +351,6 @@ def _written(v: Violation) -> str:
 def _name(request_id: str | None, uid: int | None) -> str:
     if request_id is not None:
         return f"request {request_id}"
+    if uid == DUMMY_UID:
+        return "a dummy batch"
     return "a request that is not known" if uid is None else f"request #{uid}"

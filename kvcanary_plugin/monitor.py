@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -25,7 +26,7 @@ from kvcanary_plugin.carried import (
     verify_bytes,
 )
 from kvcanary_plugin.config import CanaryConfig
-from kvcanary_plugin.forward import ForwardKind, ForwardResult, ForwardStep
+from kvcanary_plugin.forward import DUMMY_UID, ForwardKind, ForwardResult, ForwardStep
 from kvcanary_plugin.gate import EngineGate
 from kvcanary_plugin.guard import GroupGuard, SlotRecords, ViolationSink
 from kvcanary_plugin.identity import PrefixHasher
@@ -40,7 +41,7 @@ from kvcanary_plugin.kernels import (
     launch_canary_table_verify_kernel,
     launch_canary_write_kernel,
 )
-from kvcanary_plugin.kernels.consts import EventKind
+from kvcanary_plugin.kernels.consts import UNKNOWN, EventKind
 from kvcanary_plugin.metrics import ErrorPlace
 from kvcanary_plugin.oracle import TokenHistory
 from kvcanary_plugin.recorder import FlightRecorder
@@ -49,6 +50,9 @@ from kvcanary_plugin.scrub import Scrubber
 from kvcanary_plugin.violations import KVCanaryViolationError
 
 logger = logging.getLogger(__name__)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+HostKnowledge = tuple[Pair | None, Pair | None]
 
 
 class CanaryMonitor:
@@ -123,6 +127,8 @@ class CanaryMonitor:
         """Steps 1 to 3: everything that has to happen before the engine's forward is launched."""
         self._raise_pending()
         self._gate.engine_enters()
+        if step.kind is ForwardKind.DUMMY:
+            step = _with_dummy_uids(step)
         self._step = step
         self._result = ForwardResult.UNCHECKED
         if self.blind_because is not None:
@@ -136,11 +142,15 @@ class CanaryMonitor:
             self.reverifier.sample(self._reverified_share)
             events = [self._take_events(guard) for guard in self.guards]
             self._record(step)
-            expected = self._expected_inputs(step)
-            prefix_hashes = self._prefix_hashes(step)
+            self._learn_prompts(step)
+            known: dict[int, HostKnowledge] = {}  # by the token offset of the groups
             for guard, out_cache_loc, happened in zip(
                 self.guards, step.out_cache_loc, events, strict=True
             ):
+                offset = guard.group.token_offset
+                if offset not in known:
+                    known[offset] = self._host_knowledge(step, offset)
+                expected, prefix_hashes = known[offset]
                 reads = self._reads(guard, step, prefix_hashes)
                 self._apply_lifecycle_events(guard, reads, out_cache_loc, happened, step)
                 self._verify(guard, reads, step)
@@ -322,7 +332,7 @@ class CanaryMonitor:
         self,
         guard: GroupGuard,
         out_cache_loc: torch.Tensor,
-        expected: tuple[torch.Tensor, torch.Tensor] | None,
+        expected: Pair | None,
         step: ForwardStep,
     ) -> None:
         tokens, positions = expected if expected is not None else (None, None)
@@ -407,11 +417,15 @@ class CanaryMonitor:
         self,
         guard: GroupGuard,
         step: ForwardStep,
-        prefix_hashes: tuple[torch.Tensor, torch.Tensor] | None,
+        prefix_hashes: Pair | None,
     ) -> TableReads:
         group = guard.group
         check_tokens = self.history is not None and self._config.checks.token
         hashes, valid = prefix_hashes if prefix_hashes is not None else (None, None)
+        known_lens = step.prefix_lens
+        if check_tokens and group.token_offset:
+            # The last slot of the prefix holds a token that this forward computes.
+            known_lens = known_lens + group.token_offset
         return TableReads(
             page_table=group.page_table,
             page_size=group.page_size,
@@ -425,17 +439,26 @@ class CanaryMonitor:
             swa_window_size=group.swa_window_size,
             identity_keys=step.identity_keys,
             expected_tokens=self.history.tokens if check_tokens and self.history else None,
-            expected_valid_lens=step.prefix_lens if check_tokens else None,
+            expected_valid_lens=known_lens if check_tokens else None,
             token_offset=group.token_offset,
             prefix_hashes=hashes,
             prefix_hash_valid=valid,
         )
 
-    def _prefix_hashes(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _host_knowledge(self, step: ForwardStep, token_offset: int) -> HostKnowledge:
+        """What the host knows of the inputs and prefixes of the groups with that offset."""
+        return self._expected_inputs(step, token_offset), self._prefix_hashes(step, token_offset)
+
+    def _prefix_hashes(self, step: ForwardStep, token_offset: int) -> Pair | None:
         """Host chain hash of every prefix that this forward admits, spread over the batch rows."""
         if not self._config.checks.prefix_identity:
             return None
-        admitted = [request for request in step.host_tokens if request.prefix_len > 0]
+        admitted = [
+            request
+            for request in step.host_tokens
+            if request.prefix_len > 0
+            and request.tokens.shape[0] >= request.prefix_len + token_offset
+        ]
         if not admitted:
             return None
         size, device = step.batch_size, step.request_rows.device
@@ -450,20 +473,23 @@ class CanaryMonitor:
                 tokens=request.tokens,
                 prefix_len=request.prefix_len,
                 key=request.identity_key,
+                token_offset=token_offset,
             )
             valid[request.batch_row] = 1
         on_device = staging.to(device, non_blocking=True)
         return on_device[:size], on_device[size:].view(torch.int32)[:size]
 
-    def _expected_inputs(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _learn_prompts(self, step: ForwardStep) -> None:
         if self.history is None:
-            return None
+            return
         if step.moved_rows is not None:
             self.history.move_rows(*step.moved_rows)
         self.history.record_prompt(step.host_tokens)
-        if not self._config.write_input_assert:
+
+    def _expected_inputs(self, step: ForwardStep, token_offset: int) -> Pair | None:
+        if self.history is None or not self._config.write_input_assert:
             return None
-        expected = self.history.expected_inputs(step)
+        expected = self.history.expected_inputs(step, token_offset=token_offset)
         if expected is None:
             self._result = ForwardResult.PARTIAL
         return expected
@@ -495,6 +521,13 @@ class CanaryMonitor:
                 self._on_error(where, error)
             if self._config.mode == "raise":
                 raise
+
+
+def _with_dummy_uids(step: ForwardStep) -> ForwardStep:
+    """The kernels ask no owner about rows without a uid; a dummy batch has to be asked."""
+    uids = step.request_uids
+    named = torch.where(uids == UNKNOWN, torch.full_like(uids, DUMMY_UID), uids)
+    return replace(step, request_uids=named)
 
 
 def _slot_records(groups: Sequence[KVCacheGroup]) -> list[SlotRecords]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import ForwardStep, HostTokens, Int64Array
+from kvcanary_plugin.identity import Fingerprint
 
 NOT_KNOWN = -1
 
@@ -29,6 +30,8 @@ class TokenHistory:
         self._tokens = torch.full((rows, width), NOT_KNOWN, dtype=torch.int32, device=device)
         self._uid_of_row: dict[int, int] = {}
         self._stored_len: dict[int, int] = {}
+        self._stored: dict[int, int] = {}  # fingerprint of what is stored of a row's prompt
+        self._fingerprint = Fingerprint()
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -42,27 +45,44 @@ class TokenHistory:
         destination = torch.from_numpy(new_rows).to(device, non_blocking=True)
         self._tokens[destination] = self._tokens[source]
         moved = [
-            (int(new), self._uid_of_row.get(int(old)), self._stored_len.get(int(old)))
+            (
+                int(new),
+                self._uid_of_row.get(int(old), NOT_KNOWN),
+                self._stored_len.get(int(old), 0),
+                self._stored.get(int(old), 0),
+            )
             for old, new in zip(old_rows, new_rows, strict=True)
         ]
-        for row, uid, stored_len in moved:
-            self._uid_of_row[row] = uid if uid is not None else NOT_KNOWN
-            self._stored_len[row] = stored_len or 0
+        for row, uid, stored_len, stored in moved:
+            self._uid_of_row[row] = uid
+            self._stored_len[row] = stored_len
+            self._stored[row] = stored
 
     def record_prompt(self, requests: Iterable[HostTokens]) -> None:
         """Store the tokens of requests that compute prompt tokens in the coming forward."""
         for request in requests:
             row = request.request_row
-            if self._uid_of_row.get(row) != request.request_uid:
+            if not self._is_tenant(request):
                 # The row has a new tenant: nothing of the old one may serve as an expectation.
                 self._uid_of_row[row] = request.request_uid
                 self._tokens[row].fill_(NOT_KNOWN)
-                self._stored_len[row] = 0
+                self._stored_len[row] = self._stored[row] = 0
             start, end = self._stored_len[row], request.tokens.shape[0]
             if start < end:
                 chunk = torch.from_numpy(request.tokens[start:end].astype(np.int32))
                 self._tokens[row, start:end].copy_(chunk, non_blocking=True)
                 self._stored_len[row] = end
+                self._stored[row] = self._fingerprint.of(request.tokens)
+
+    def _is_tenant(self, request: HostTokens) -> bool:
+        """Whether the row is this request's already; its uid may have been another's before."""
+        row = request.request_row
+        stored_len = self._stored_len.get(row, 0)
+        return (
+            self._uid_of_row.get(row) == request.request_uid
+            and stored_len <= request.tokens.shape[0]
+            and self._fingerprint.of(request.tokens[:stored_len]) == self._stored[row]
+        )
 
     def record_sampled(
         self, request_rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
@@ -75,11 +95,16 @@ class TokenHistory:
         columns = positions.clamp(max=self._tokens.shape[1] - 1).long()
         self._tokens[request_rows.long(), columns] = tokens.to(torch.int32)
 
-    def expected_inputs(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def expected_inputs(
+        self, step: ForwardStep, *, token_offset: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(expected tokens, expected positions) for the flat inputs of ``step``, int64 [n].
 
+        In a group with a ``token_offset`` the slot of position p holds the token at p + offset.
+
         None when the scheduler's host-side lengths are not known for this forward. Where no oracle
-        knows a token, the input itself stands in: the assert then checks the position only.
+        knows a token, the input itself stands in: the assert then checks the position only. Nothing
+        is expected of rows without a request (uid below 0): what pads a batch may be anything.
         """
         if step.host_prefix_lens is None or step.host_extend_lens is None:
             return None
@@ -95,10 +120,13 @@ class TokenHistory:
         batch_rows = torch.from_numpy(host_rows).to(device, non_blocking=True)
         expected_positions = torch.from_numpy(host_positions).to(device, non_blocking=True)
         rows = step.request_rows.long()[batch_rows]
-        columns = expected_positions.clamp(max=self._tokens.shape[1] - 1)
-        known = self._tokens[rows, columns].to(torch.int64)
-        tokens[:count] = torch.where(known == NOT_KNOWN, tokens[:count], known)
-        positions[:count] = expected_positions
+        pads = step.request_uids[batch_rows] < 0
+        columns = expected_positions + token_offset
+        inside = columns < self._tokens.shape[1]
+        known = self._tokens[rows, columns.clamp(max=self._tokens.shape[1] - 1)].to(torch.int64)
+        known = torch.where(inside, known, torch.full_like(known, NOT_KNOWN))
+        tokens[:count] = torch.where((known == NOT_KNOWN) | pads, tokens[:count], known)
+        positions[:count] = torch.where(pads, positions[:count], expected_positions)
         return tokens, positions
 
 

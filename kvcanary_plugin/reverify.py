@@ -89,8 +89,8 @@ class _Snapshots:
         columns = group.page_table.shape[1]
         self._positions_per_entry = 1 if group.full_to_swa is not None else group.page_size
         self._width = columns * (group.page_size // self._positions_per_entry)
-        # A prefix has no more slots than the pool, so this many entries hold any one of them.
-        self._num_entries = max(min(_MOST_ENTRIES, group.num_slots), self._width)
+        # Requests share prefixes: a batch may have more entries than the pool has slots.
+        self._num_entries = max(min(_MOST_ENTRIES, max_requests * self._width), self._width)
         self._max_requests = max_requests
         self._device = group.device
         self._entries: torch.Tensor | None = None

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvcanary_plugin.checks import CHECKS, KNOWN_BITS, Check, check_named, labels_of
 from kvcanary_plugin.config import CanaryConfig
+from kvcanary_plugin.forward import DUMMY_UID
 from kvcanary_plugin.kernels.consts import (
     U64_MASK,
     UNKNOWN,
@@ -215,6 +216,8 @@ def describe(violation: Violation, *, include_tokens: bool = False) -> str:
 def _request(uid: int | None, request_id: str | None) -> str:
     if request_id is not None:
         return f"request {request_id!r}"
+    if uid == DUMMY_UID:
+        return "a dummy batch"
     return "" if uid is None else f"request with uid {uid}"
 
 

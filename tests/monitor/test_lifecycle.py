@@ -66,25 +66,6 @@ def test_a_write_into_a_slot_of_another_live_request_is_write_owned():
     assert (violation.slot, violation.request_uid, violation.writer_uid) == (9, 2, 1)
 
 
-def test_a_dummy_forward_that_writes_a_live_slot_is_not_waved_through():
-    world = tracked()
-    dummy = Part(uid=-1, row=0, tokens=[0] * 4, slots=[9], prefix=3, host_knows_tokens=False)
-    world.forward(dummy, kind=ForwardKind.DUMMY)
-    alloc(world, 12)
-    checks = {check for check, slot in found(decode(world)) if slot == 9}
-    assert {"token", "position"} <= checks
-
-
-def test_free_before_the_step_in_flight_ends_is_write_owned_at_the_write():
-    """vllm #45357: A finishes, its slot goes to B, and a queued step of A still writes it."""
-    world = tracked()
-    alloc(world, 12)
-    free(world, 12)
-    alloc(world, 12)
-    assert world.forward(Part(uid=2, row=2, tokens=[8], slots=[12])) == []
-    assert found(decode(world)) == {("write_owned", 12)}
-
-
 def test_double_free_and_double_alloc_are_seen_at_the_allocator():
     world = tracked()
     free(world, 9)
@@ -98,51 +79,6 @@ def test_slots_handed_out_for_a_new_request_end_the_old_ownership():
     free(world, *SLOTS)
     alloc(world, *SLOTS)
     assert world.forward(Part(uid=9, row=3, tokens=[4, 4, 4, 4, 4], slots=SLOTS)) == []
-
-
-def test_a_rejected_token_written_again_by_its_owner_is_silent():
-    world = tracked()
-    alloc(world, 12)
-    assert decode(world, token=40) == []
-    assert decode(world, token=41) == []
-
-
-def test_a_duplicate_prefix_of_which_one_copy_is_freed_is_silent():
-    world = tracked()
-    other = [40, 41, 42, 43, 44]
-    alloc(world, *other)
-    assert world.forward(Part(uid=2, row=2, tokens=PROMPT, slots=other)) == []
-    world.put_row(2, SLOTS)
-    free(world, *other)
-    alloc(world, 12)
-    assert decode(world, uid=2, row=2) == []
-
-
-def test_a_move_takes_the_records_along():
-    world = tracked()
-    alloc(world, 50, 12)
-    for buffer in world.full_kv:
-        world.bytes_of(buffer, 50).copy_(world.bytes_of(buffer, 9))
-    world.monitor.guards[0].events.move(torch.tensor([9]), torch.tensor([50]))
-    free(world, 9)
-    world.table[1, 2] = 50
-    assert decode(world) == []
-
-
-def test_a_move_that_forgot_the_bytes_is_real_kv():
-    world = tracked()
-    alloc(world, 50, 12)
-    world.monitor.guards[0].events.move(torch.tensor([9]), torch.tensor([50]))
-    free(world, 9)
-    world.table[1, 2] = 50
-    assert found(decode(world)) == {("real_kv", 50)}
-
-
-def test_a_flush_of_the_cache_frees_everything():
-    world = tracked()
-    world.monitor.guards[0].events.reset()
-    alloc(world, 12)
-    assert {("freed_read", slot) for slot in SLOTS} <= found(decode(world))
 
 
 def test_without_allocator_events_nothing_that_needs_them_alarms():

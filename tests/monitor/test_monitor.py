@@ -135,13 +135,6 @@ def test_a_position_that_does_not_follow_is_seen_without_an_oracle():
     assert found(decode(world, positions=[6])) == {("write_input", 12)}
 
 
-def test_prefix_sharing_inside_one_step_is_silent():
-    world = World()
-    shared = Part(uid=2, row=2, tokens=[*PROMPT, 8], slots=[13], prefix=len(PROMPT))
-    world.put_row(2, SLOTS)
-    assert world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS), shared) == []
-
-
 def test_a_cached_prefix_of_the_same_tokens_is_silent():
     world = prefilled()
     world.put_row(2, SLOTS)
@@ -195,53 +188,6 @@ def test_chunks_of_one_prompt_are_silent_and_checked_each_time():
     assert decode(world) == []
 
 
-def test_a_duplicate_prefix_folded_onto_the_cached_slots_is_silent():
-    world = prefilled()
-    assert world.forward(Part(uid=2, row=2, tokens=PROMPT, slots=[40, 41, 42, 43, 44])) == []
-    world.put_row(2, SLOTS)  # the tree keeps one copy and rewrites the row
-    part = Part(uid=2, row=2, tokens=[*PROMPT, 3], slots=[45], prefix=5, host_knows_tokens=False)
-    assert world.forward(part, kind=ForwardKind.DECODE) == []
-
-
-def test_preemption_and_recompute_into_other_and_the_same_slots_are_silent():
-    world = prefilled()
-    assert decode(world) == []
-    other = Part(uid=1, row=3, tokens=[*PROMPT, 40], slots=[50, 51, 52, 53, 54, 55])
-    assert world.forward(other) == []
-    same = Part(uid=1, row=1, tokens=[*PROMPT, 40], slots=[*SLOTS, 12])
-    assert world.forward(same) == []
-
-
-def test_a_rejected_speculative_token_written_again_is_silent():
-    world = prefilled()
-    assert decode(world, token=40) == []
-    assert decode(world, token=41) == []
-
-
-def test_padding_rows_and_skipped_slots_are_silent():
-    world = prefilled()
-    parts = [
-        Part(uid=1, row=1, tokens=[*PROMPT, 4], slots=[12], prefix=5, host_knows_tokens=False),
-        Part(uid=-1, row=0, tokens=[0] * 3, slots=[0], prefix=2, host_knows_tokens=False),
-        Part(uid=-1, row=0, tokens=[0], slots=[-1], host_knows_tokens=False),
-    ]
-    assert world.forward(*parts, kind=ForwardKind.DECODE) == []
-
-
-def test_an_empty_forward_is_silent():
-    world = prefilled()
-    assert world.forward(kind=ForwardKind.DUMMY) == []
-    assert decode(world) == []
-
-
-def test_uninitialised_bytes_behind_the_end_of_a_page_are_silent():
-    world = World(page_size=4)
-    assert world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=[8, 9, 10, 11, 20])) == []
-    world.full_kv[0][5].view(-1)[30:] = 77  # rest of the page of slot 20
-    part = Part(uid=1, row=1, tokens=[*PROMPT, 4], slots=[21], prefix=5, host_knows_tokens=False)
-    assert world.forward(part, kind=ForwardKind.DECODE) == []
-
-
 def test_a_fault_in_a_paged_pool_is_named_by_slot():
     world = World(page_size=4)
     world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=[8, 9, 10, 11, 20]))
@@ -263,13 +209,6 @@ class TestSlidingWindow:
         world.lookup[12] = 30
         return world
 
-    def test_evicted_predecessors_are_silent(self):
-        world = self.world()
-        for slot in SLOTS[:2]:
-            world.lookup[slot] = 0
-        assert decode(world) == []
-        assert world.monitor.guards[1].slots_run(LaunchTag.VERIFY) == 3
-
     def test_a_byte_in_the_window_is_seen_in_its_group_only(self):
         world = self.world()
         world.bytes_of(world.swa_kv[1], 23)[0] ^= 1
@@ -280,11 +219,6 @@ class TestSlidingWindow:
         world = self.world()
         world.bytes_of(world.swa_kv[1], 20)[0] ^= 1
         assert decode(world) == []
-
-    def test_a_mapping_lost_inside_the_window_is_out_of_pool_in_its_group_only(self):
-        world = self.world()
-        world.lookup[SLOTS[3]] = 0
-        assert {(v.group, v.checks) for v in decode(world)} == {("swa", ("out_of_pool",))}
 
 
 def test_an_internal_error_blinds_the_canary_and_the_forward_goes_on():

@@ -56,6 +56,7 @@ class World:
     page_size: int = 1
     tracks_allocation: bool = False
     table_stable: bool = True
+    token_offset: int = 0
     config: CanaryConfig = field(default_factory=lambda: checking_everything())
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ class World:
             full_to_swa=lookup,
             tracks_allocation=self.tracks_allocation,
             table_stable_through_forward=self.table_stable,
+            token_offset=self.token_offset,
             swa_window_size=self.swa_window if lookup is not None else 0,
         )
 
