@@ -47,6 +47,7 @@ from kvcanary_plugin.oracle import TokenHistory
 from kvcanary_plugin.recorder import FlightRecorder
 from kvcanary_plugin.reverify import Reverifier
 from kvcanary_plugin.scrub import Scrubber
+from kvcanary_plugin.stores import StoreWatch
 from kvcanary_plugin.violations import KVCanaryViolationError
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class CanaryMonitor:
             apply_events=self._apply_queued_events,
         )
         self.reverifier = Reverifier(guards=self.guards, max_requests=max_requests)
+        self.stores = StoreWatch(self.guards)
         self.external_slots = tuple(ExternalSlots(guard) for guard in self.guards)
         self._no_requests = torch.zeros(0, dtype=torch.int64, device=device)
         self._no_plan = WritePlan.allocate(write_req_capacity=1, device=device)
@@ -155,6 +157,8 @@ class CanaryMonitor:
                 self._apply_lifecycle_events(guard, reads, out_cache_loc, happened, step)
                 self._verify(guard, reads, step)
                 self.reverifier.keep(guard, reads)
+                if self.reverifier.is_sampled:
+                    self.stores.keep(guard, out_cache_loc)
                 self._write(guard, out_cache_loc, expected, step)
 
     def after_forward(self) -> None:
@@ -164,6 +168,7 @@ class CanaryMonitor:
             with self.guard_errors("launch"):
                 for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
                     self._seal(guard, out_cache_loc, step)
+                    self.stores.look(guard)
                     self._reverify(guard, step)
                 self._scrub(step)
                 self._last_step = step.step

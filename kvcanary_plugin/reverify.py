@@ -54,6 +54,11 @@ class Reverifier:
         """Decides about the coming forward: it is looked at again with probability ``share``."""
         self._is_sampled = self._dice.random() < share
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the coming forward is."""
+        return self._is_sampled
+
     def keep(self, guard: GroupGuard, reads: TableReads) -> None:
         """Before the forward, beside its verify: keep what ``reads`` says of this group."""
         snapshots = self._snapshots[guard.index]

@@ -94,73 +94,6 @@ def test_a_round_trip_through_bytes_into_another_engine_is_silent():
     assert read(other) == []
 
 
-def test_a_copy_taken_before_the_bytes_were_there_is_real_kv_when_it_comes_back():
-    # vllm #45704: the copy to the host runs before the forward that fills the slots.
-    world = World()
-    copy = host_copy(world, SLOTS)
-    assert world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS)) == []
-    carried = export(world)
-    load(world, copy, BACK)
-    violations = put_back(world, carried)
-    assert found(violations) == {("real_kv", slot) for slot in BACK}
-    assert {v.phase for v in violations} == {"adopt"}
-
-
-def test_a_host_page_filled_again_before_its_load_is_real_kv_with_records_kept_apart():
-    # sglang #31427: the records were kept beside, the page was refilled for another prompt.
-    world = prefilled()
-    carried = export(world)
-    other = [70, 71, 72, 73, 74]
-    assert world.forward(Part(uid=3, row=3, tokens=other, slots=[20, 21, 22, 23, 24])) == []
-    load(world, host_copy(world, [20, 21, 22, 23, 24]), BACK)
-    assert found(put_back(world, carried)) == {("real_kv", slot) for slot in BACK}
-
-
-def test_a_host_page_filled_again_with_its_records_is_token_and_chain_for_the_reader():
-    # sglang #31427, the other way: records stand in the page, and are refilled with it.
-    world = prefilled()
-    other = [70, 71, 72, 73, 74]
-    assert world.forward(Part(uid=3, row=3, tokens=other, slots=[20, 21, 22, 23, 24])) == []
-    mine, refilled = export(world), export(world, [20, 21, 22, 23, 24])
-    load(world, host_copy(world, SLOTS), BACK)
-    load(world, host_copy(world, [22]), BACK[2:3])
-    assert put_back(world, mine[:2], BACK[:2]) == []
-    assert put_back(world, refilled[2:3], BACK[2:3]) == []
-    assert put_back(world, mine[3:], BACK[3:]) == []
-    assert {("token", 42), ("chain", 42), ("chain", 43)} <= found(read(world))
-
-
-def test_bytes_that_land_after_the_load_was_reported_done_are_real_kv_at_the_next_check():
-    # vllm #44238.
-    world = prefilled()
-    carried, copy = export(world), host_copy(world, SLOTS)
-    load(world, copy, BACK)
-    assert put_back(world, carried) == []
-    assert read(world) == []
-    world.bytes_of(world.full_kv[1], 43)[5] ^= 1
-    assert found(read(world)) == {("real_kv", 43)}
-
-
-def test_a_chunk_of_which_half_was_stored_is_unwritten_where_it_is_missing():
-    # LMCache #4991: the store ran before the second half was written.
-    world = World()
-    assert world.forward(Part(uid=1, row=1, tokens=PROMPT[:3], slots=SLOTS[:3])) == []
-    carried, copy = export(world), host_copy(world, SLOTS)
-    load(world, copy, BACK)
-    assert put_back(world, carried) == []
-    assert {("unwritten", 43), ("unwritten", 44)} <= found(read(world))
-
-
-def test_a_chunk_whose_bytes_are_half_stored_is_real_kv_where_they_are_missing():
-    # LMCache #4991, the other way: all records, half of the bytes.
-    world = prefilled()
-    carried, copy = export(world), host_copy(world, SLOTS)
-    for rows in copy:
-        rows[3:] = 0
-    load(world, copy, BACK)
-    assert found(put_back(world, carried)) == {("real_kv", 43), ("real_kv", 44)}
-
-
 def test_bytes_that_are_still_on_their_way_are_looked_at_when_they_are_there():
     config = checking_everything(scrub={"bytes_per_second": 10**13})
     world = prefilled(config=config)
@@ -280,14 +213,6 @@ def test_adopted_slots_are_external_and_checked_from_then_on():
     assert external(world) == len(BACK)
     world.bytes_of(world.full_kv[2], 41)[0] ^= 1
     assert found(read(world)) == {("real_kv", 41)}
-
-
-def test_a_stale_copy_without_records_is_counted_as_external_and_nothing_else():
-    # vllm #45704 without carried records: wrong bytes are adopted as they are.
-    world = prefilled()
-    adopt(world)
-    assert read(world) == []
-    assert external(world) == len(BACK)
 
 
 def test_an_adopted_prefix_of_another_prompt_is_found_at_its_reader():
