@@ -165,9 +165,10 @@ def main() -> None:
     with open(file.name, "r+b") as shared:
         switch = mmap.mmap(shared.fileno(), 1)
 
-    import sglang
+    # The class itself: `sglang.Engine` is a proxy on which an attribute has no effect.
+    from sglang.srt.entrypoints.engine import Engine
 
-    sglang.Engine.run_scheduler_process_func = staticmethod(run_scheduler)
+    Engine.run_scheduler_process_func = staticmethod(run_scheduler)
     keywords: dict[str, Any] = {
         "model_path": str(arguments.model),
         "load_format": "dummy",
@@ -190,7 +191,7 @@ def main() -> None:
     keywords |= {
         name: json.loads(value) for name, value in (item.split("=", 1) for item in arguments.engine)
     }
-    engine = sglang.Engine(kvcanary_config=str(arguments.config), **keywords)
+    engine = Engine(kvcanary_config=str(arguments.config), **keywords)
     samples = measure(
         Bench(engine, switch),
         repeats=arguments.repeats,
@@ -206,7 +207,9 @@ def main() -> None:
 
 
 def assert_guarded(config: Path) -> None:
-    """Ends the run when the canary is blind: it would be measured doing nothing."""
+    """Ends the run when the canary is blind, or when the switch did not reach the scheduler."""
+    if not Path(os.environ[HOST_TIMES_VARIABLE]).exists():
+        raise SystemExit("the switch is not in the scheduler process: both sides would be guarded")
     summary = guard_summary(config)
     if "metrics.port" not in summary and "'state': 'guarded'" not in summary:
         raise SystemExit(f"the canary guards nothing:{summary}")
