@@ -52,15 +52,17 @@ def load_kernels(
     return kind if _loaded[kind] is not None else "torch reference"
 
 
-def kernels_for(device: torch.device) -> Any | None:
-    """The compiled module for ``device``; None where the torch reference has to run."""
+def kernels_for(device: torch.device | str) -> Any | None:
+    """The compiled module for ``device``, or for the current device of a type such as ``"cuda"``.
+
+    None where the torch reference has to run.
+    """
     if _reference_requested:
         return None
-    try:
-        return _loaded[device.type]
-    except KeyError:
+    kind = device if isinstance(device, str) else device.type
+    if kind not in _loaded:
         load_kernels(device)
-        return _loaded[device.type]
+    return _loaded[kind]
 
 
 @contextmanager

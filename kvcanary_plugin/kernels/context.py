@@ -85,11 +85,13 @@ class PackedContext:
         source_table: int64 [num_sources, 5] on the records' device; None without real KV. Kept
             here because ``launch`` holds its address.
         device: the records' device.
+        device_type: its type, which takes too long to ask for in every launch.
     """
 
     launch: torch.Tensor
     source_table: torch.Tensor | None
     device: torch.device
+    device_type: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcanary_plugin.kernels.arguments import check_prepare, check_requests_fit
+from kvcanary_plugin.kernels.arguments import check_prepare
 from kvcanary_plugin.kernels.backend import kernels_for
 from kvcanary_plugin.kernels.context import VerifyOrWriteContext
 from kvcanary_plugin.kernels.events import SlotEvent, pack_events
@@ -43,9 +43,8 @@ def launch_canary_prepare_kernel(
     ValueError for tensors of a wrong shape, dtype or device, and for more requests than the plan
     holds.
     """
-    check_requests_fit(reads.request_rows.numel(), write_plan_out)
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_prepare_kernel_torch_reference(
             context=context,
@@ -74,7 +73,7 @@ def launch_canary_prepare_kernel(
             reads.full_to_swa_index_mapping,
             reads.identity_keys,
             out_cache_loc,
-            pack_events(events, device=words.device),
+            pack_events(events, device=words.device) if events else None,
             step,
         )
     except Exception:

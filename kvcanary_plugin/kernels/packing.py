@@ -94,7 +94,10 @@ def _pack(context: VerifyOrWriteContext) -> PackedContext:
         -1 if records.device.type == "cpu" else records.device.index,
     ]
     return PackedContext(
-        launch=torch.tensor(words, dtype=torch.int64), source_table=sources, device=records.device
+        launch=torch.tensor(words, dtype=torch.int64),
+        source_table=sources,
+        device=records.device,
+        device_type=records.device.type,
     )
 
 

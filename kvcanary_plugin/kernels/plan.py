@@ -6,7 +6,6 @@ import torch
 
 from kvcanary_plugin.kernels.arguments import (
     check_plan,
-    check_requests_fit,
     check_translate,
     check_verify_capacity,
 )
@@ -64,7 +63,6 @@ def launch_canary_plan_kernels(
     ValueError for tensors of a wrong shape, dtype or device, for more requests than the write plan
     holds, and for a ``verify_capacity`` that is not the verify plan's.
     """
-    check_requests_fit(req_pool_indices.numel(), write_plan_out)
     check_verify_capacity(verify_capacity, verify_plan_out)
     kernels = kernels_for(req_to_token.device)
     if kernels is None:

@@ -39,7 +39,7 @@ def launch_canary_seal_kernel(
     ValueError for tensors of a wrong shape, dtype or device.
     """
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_seal_kernel_torch_reference(
             context=context, plan=plan, out_cache_loc=out_cache_loc, step=step
@@ -76,7 +76,7 @@ def launch_canary_scrub_kernel(
     ValueError for tensors of a wrong shape, dtype or device.
     """
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_scrub_kernel_torch_reference(
             context=context, slots=slots, num_valid=num_valid, step=step
@@ -106,7 +106,7 @@ def launch_canary_scrub_range_kernel(
     ValueError for a negative number.
     """
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_scrub_range_kernel_torch_reference(
             context=context, first_slot=first_slot, num_slots=num_slots, step=step

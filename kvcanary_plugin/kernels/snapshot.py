@@ -74,7 +74,7 @@ def launch_canary_compare_tables_kernel(
     ValueError for tensors of a wrong shape, dtype or device.
     """
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_compare_tables_kernel_torch_reference(
             context=context, reads=reads, snapshot=snapshot, step=step

@@ -44,7 +44,7 @@ def launch_canary_verify_kernel(
     ValueError when a tensor has a wrong shape, dtype or device, or is not contiguous.
     """
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_verify_kernel_torch_reference(
             context=context,
@@ -93,7 +93,7 @@ def launch_canary_table_verify_kernel(
     ValueError when a tensor has a wrong shape, dtype or device, or is not contiguous.
     """
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_table_verify_kernel_torch_reference(context=context, reads=reads, step=step)
         return

@@ -57,13 +57,17 @@ def launch_canary_write_kernel(
     ValueError when an argument is missing, or has a wrong shape, dtype or device, or is not
     contiguous.
     """
-    check_expected_inputs(
-        enable_write_input_assert=enable_write_input_assert,
-        expected_input_tokens=expected_input_tokens,
-        expected_input_positions=expected_input_positions,
-    )
+    is_absent = not enable_write_input_assert
+    if (expected_input_tokens is None) != is_absent or (
+        expected_input_positions is None
+    ) != is_absent:
+        check_expected_inputs(
+            enable_write_input_assert=enable_write_input_assert,
+            expected_input_tokens=expected_input_tokens,
+            expected_input_positions=expected_input_positions,
+        )
     words = packed(context)
-    kernels = kernels_for(words.device)
+    kernels = kernels_for(words.device_type)
     if kernels is None:
         launch_canary_write_kernel_torch_reference(
             context=context,
