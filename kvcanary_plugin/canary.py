@@ -151,8 +151,12 @@ class Canary:
             if self._injector is not None:
                 self._injector.before_forward(step)
             monitor.before_forward(step)
+            if self._injector is not None:
+                self._injector.under_forward()
         yield
         monitor.after_forward()
+        if self._injector is not None:
+            self._injector.after_forward()
 
     def requests_to_abort(self) -> tuple[int, ...]:
         """In mode abort, uids of the requests hit since the last call; for the engine to end."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -56,6 +57,14 @@ class SlotEvents:
         """Every slot was given back at once; what is queued before it has no effect any more."""
         with self._lock:
             self._queued = [SlotEvent(kind=EventKind.RESET)]
+
+    def own_queued(self) -> None:
+        """Copy the tensors of what is queued: somebody is about to change the engine's own."""
+        with self._lock:
+            self._queued = [
+                event if event.slots is None else replace(event, slots=event.slots.clone())
+                for event in self._queued
+            ]
 
     def take(self) -> Sequence[SlotEvent]:
         """The events since the last call, for the coming forward."""

@@ -14,17 +14,23 @@ def add_parser(subparsers: Subparsers) -> None:
         "drill",
         help="plant every fault in a server that it starts; print what was seen and when",
         description="Starts a small SGLang server on the CPU, runs the drill's traffic without a"
-        " fault (which must be silent), then plants one fault after the other and prints a table:"
-        " fault, expected check, seen, steps until seen. Exit status 1 if one went unseen.",
+        " fault (which must be silent), then one fault after the other, each behind a twin that"
+        " goes to the same place and does nothing there. Prints the detection matrix: fault,"
+        " detected, steps until then, false alarms in the twin, violations by check. Exit status 1"
+        " if a fault went unseen, or a twin alarmed.",
     )
     parser.add_argument(
         "--model", default="tiny-llama", help="packaged model: tiny-llama (default) or tiny-swa"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the matrix as a Markdown table, for docs"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kvcanary_plugin.drill.drill import Drill, as_table, cases_for, write_drill_config
+    from kvcanary_plugin.drill import matrix
+    from kvcanary_plugin.drill.drill import Drill, every_case_for, write_drill_config
     from kvcanary_plugin.drill.server import ServerSpec, SGLangServer
 
     with TemporaryDirectory(prefix="kvcanary-drill-") as name:
@@ -33,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         with SGLangServer(spec, log_path=directory / "server.log") as server:
             drill = Drill(server, directory)
             silent = drill.run_silent()
-            results = list(drill.run(cases_for(arguments.model)))
-    print(as_table(results))
+            results = list(drill.run(every_case_for(arguments.model), with_twins=True))
+    print((matrix.as_markdown if arguments.markdown else matrix.as_text)(results))
     print(f"\nSame traffic without a fault: {silent.violations} violations.")
-    return 0 if silent.violations == 0 and all(result.detected for result in results) else 1
+    uncovered = ", ".join(matrix.uncovered_checks(results))
+    print(f"Checks without a fault here: {uncovered or 'none'}.")
+    alarms = silent.violations + sum(result.false_alarms or 0 for result in results)
+    return 0 if alarms == 0 and all(result.detected for result in results) else 1

@@ -3,7 +3,8 @@
 A drill answers the question that a silent dashboard leaves open: would the canary have spoken? Each
 fault runs between two looks at the metrics, and the report is compared with what was really planted
 (slot, position, request, step). Before the faults the same traffic runs without one, which must be
-silent.
+silent; on request each fault also gets a twin of its own: the same traffic up to the same place,
+and nothing done there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -95,6 +96,48 @@ SWA_CASES: Final = (
 )
 
 
+# What takes allocator events, identities and tables to plant: the checks that FULL_CASES leave out.
+GUARD_CASES: Final = (
+    FaultCase(title="continue another sequence", fault="break_chain", checks=("chain",)),
+    FaultCase(title="free a slot in use", fault="free_in_use", checks=("freed_read",)),
+    FaultCase(title="free a slot twice", fault="free_twice", checks=("double_free",)),
+    FaultCase(title="hand out a slot in use", fault="hand_out_in_use", checks=("double_alloc",)),
+    FaultCase(
+        title="write into another request's slot",
+        fault="write_into_owned",
+        checks=("write_owned",),
+    ),
+    FaultCase(title="read a slot that nobody filled", fault="unfilled_slot", checks=("unwritten",)),
+    FaultCase(title="read through an empty entry", fault="null_entry", checks=("out_of_pool",)),
+    FaultCase(
+        title="give a prefix to another tenant",
+        fault="other_identity",
+        checks=("prefix_identity",),
+    ),
+)
+
+SWA_GUARD_CASES: Final = (
+    FaultCase(
+        title="free a sliding-window slot in use",
+        fault="free_in_use",
+        checks=("freed_read",),
+        group="swa",
+    ),
+    FaultCase(
+        title="clear a lookup entry inside the window",
+        fault="null_entry",
+        checks=("out_of_pool",),
+        group="swa",
+    ),
+    FaultCase(
+        title="read a sliding-window slot that nobody filled",
+        fault="unfilled_slot",
+        checks=("unwritten",),
+        group="swa",
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillResult:
     """What became of one fault.
@@ -105,6 +148,7 @@ class DrillResult:
         counted: violations that the metrics gained, by check.
         steps_until_seen: forwards from the planting to the report; None if never reported.
         report: the first report line of the expected check at the planted slot and position.
+        false_alarms: violations in the fault's silent twin; None if none was run.
     """
 
     case: FaultCase
@@ -112,6 +156,7 @@ class DrillResult:
     counted: dict[str, int]
     steps_until_seen: int | None
     report: dict[str, Any] | None
+    false_alarms: int | None = None
 
     @property
     def detected(self) -> bool:
@@ -150,6 +195,12 @@ def cases_for(model: str) -> tuple[FaultCase, ...]:
     return FULL_CASES + SWA_CASES if model == "tiny-swa" else FULL_CASES
 
 
+def every_case_for(model: str) -> tuple[FaultCase, ...]:
+    """All faults that can be planted in an SGLang server with a packaged model."""
+    guards = GUARD_CASES + SWA_GUARD_CASES if model == "tiny-swa" else GUARD_CASES
+    return cases_for(model) + guards
+
+
 def write_drill_config(directory: Path, **overrides: Any) -> Path:
     """Settings for a drill in ``directory``: all checks on, all rows reported, faults allowed."""
     settings: dict[str, Any] = {
@@ -158,6 +209,7 @@ def write_drill_config(directory: Path, **overrides: Any) -> Path:
         "checks": {"token": True},
         "verify": {"real_kv": "all"},
         "seal": {"real_kv": "all"},
+        "reverify": {"sample": 1.0},
         "scrub": {"percent_of_step_time": 0},
         "drain": {"interval_seconds": _DRAIN_INTERVAL_SECONDS},
         "report": {"directory": str(directory / "reports"), "every_row": True},
@@ -193,22 +245,41 @@ class Drill:
             forwards=_gained(before, after, FORWARDS),
         )
 
-    def run(self, cases: Sequence[FaultCase]) -> Iterator[DrillResult]:
-        """Plant one fault after the other; the cache is flushed before each."""
+    def run(self, cases: Sequence[FaultCase], *, with_twins: bool = False) -> Iterator[DrillResult]:
+        """Plant one fault after the other; the cache is flushed before each.
+
+        With ``with_twins`` each runs twice: first up to its place without doing anything there.
+        """
         for case in cases:
-            yield self._run_case(case)
+            false_alarms = self._run_twin(case) if with_twins else None
+            yield replace(self._run_case(case), false_alarms=false_alarms)
+
+    def _run_twin(self, case: FaultCase) -> int:
+        """Violations of the same traffic, up to the place and past it, without the fault."""
+        self._flush_cache()
+        self._let_drain()
+        before = self._snapshot()
+        self._serve_until_planted(case, dry_run=True)
+        self._let_drain()
+        return _gained(before, self._snapshot(), VIOLATIONS)
+
+    def _serve_until_planted(
+        self, case: FaultCase, *, dry_run: bool = False
+    ) -> dict[str, Any] | None:
+        fault_id = self._ask_for(case, dry_run=dry_run)
+        deadline = time.monotonic() + _PLANT_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            self._traffic(100 + fault_id)
+            planted = self._planted(fault_id)
+            if planted is not None:
+                return planted
+        return None
 
     def _run_case(self, case: FaultCase) -> DrillResult:
         self._flush_cache()
         self._let_drain()
         before = self._snapshot()
-        fault_id = self._ask_for(case)
-        planted: dict[str, Any] | None = None
-        deadline = time.monotonic() + _PLANT_TIMEOUT_SECONDS
-        seed = 100 + fault_id
-        while planted is None and time.monotonic() < deadline:
-            self._traffic(seed)
-            planted = self._planted(fault_id)
+        planted = self._serve_until_planted(case)
         report = self._wait_for_report(case, planted) if planted else None
         after = self._snapshot()
         self._flush_cache()
@@ -240,7 +311,7 @@ class Drill:
         with ThreadPoolExecutor(_REQUESTS) as pool:
             list(pool.map(serve, prompts))
 
-    def _ask_for(self, case: FaultCase) -> int:
+    def _ask_for(self, case: FaultCase, *, dry_run: bool = False) -> int:
         fault_id = self._next_id
         self._next_id += 1
         request = {
@@ -248,6 +319,7 @@ class Drill:
             "fault": case.fault,
             "group": case.group,
             "source": case.source,
+            "dry_run": dry_run,
         }
         # Renamed into place: the injector never reads half a file.
         partial = self._control_file.with_suffix(".partial")
