@@ -116,6 +116,20 @@ GUARD_CASES: Final = (
     ),
 )
 
+# Of these, what an engine can show that delivers no allocator events and keeps its table still (vLLM).
+TABLE_CASES: Final = (
+    *(
+        case
+        for case in GUARD_CASES
+        if case.fault in ("break_chain", "null_entry", "other_identity")
+    ),
+    FaultCase(
+        title="change the table under the forward",
+        fault="change_table",
+        checks=("table_changed",),
+    ),
+)
+
 SWA_GUARD_CASES: Final = (
     FaultCase(
         title="free a sliding-window slot in use",

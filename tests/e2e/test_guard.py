@@ -16,7 +16,9 @@ import yaml
 from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.drill import (
     FULL_CASES,
+    GUARD_CASES,
     SWA_CASES,
+    SWA_GUARD_CASES,
     Drill,
     DrillResult,
     FaultCase,
@@ -119,6 +121,32 @@ def test_every_sliding_window_fault_is_reported_in_its_group(
     assert_reported(result)
     assert result.report is not None
     assert result.report["group"] == "swa"
+
+
+def assert_seen_where_planted_and_silent_in_the_twin(result: DrillResult) -> None:
+    assert result.planted, f"{result.case.title}: found no target"
+    assert result.detected, result
+    assert result.steps_until_seen == 0
+    assert result.false_alarms == 0
+
+
+@pytest.mark.parametrize("case", GUARD_CASES, ids=lambda case: case.title)
+def test_faults_of_allocator_tables_and_identity_are_reported_and_their_twins_silent(
+    case: FaultCase, shared_server, directories
+):
+    server = shared_server(guarded("llama", HEALTHY["llama"], directories))
+    drill = Drill(server, directories["llama"])
+    (result,) = drill.run([case], with_twins=True)
+    assert_seen_where_planted_and_silent_in_the_twin(result)
+
+
+@pytest.mark.parametrize("case", SWA_GUARD_CASES, ids=lambda case: case.title)
+def test_faults_of_the_sliding_window_pool_are_reported_and_their_twins_silent(
+    case: FaultCase, shared_server, directories
+):
+    server = shared_server(guarded("swa", HEALTHY["swa"], directories))
+    (result,) = Drill(server, directories["swa"]).run([case], with_twins=True)
+    assert_seen_where_planted_and_silent_in_the_twin(result)
 
 
 def test_one_byte_of_v_in_the_last_layer_is_real_kv_of_that_request(shared_server, directories):

@@ -17,6 +17,7 @@ from kvcanary_plugin.drill.dialect import VLLM
 from kvcanary_plugin.drill.drill import (
     FULL_CASES,
     SWA_CASES,
+    TABLE_CASES,
     Drill,
     DrillResult,
     FaultCase,
@@ -113,6 +114,7 @@ class TestServer:
             pytest.skip("what llama shows of faults holds here as well")
         server = shared_server(guarded(name, directories))
         cases = FULL_CASES + (SWA_CASES if "gemma3" in name else ())
+        cases += TABLE_CASES if name == "llama" else ()
         for result in Drill(server, directories(name)).run(cases):
             assert_reported(result)
             assert result.report is not None
