@@ -116,7 +116,8 @@ class FaultInjector:
         self._done_file = Path(f"{control_file}.done")
         self._guards = guards
         self._ranks = ranks
-        self._seen_state: tuple[int, int] | None = None
+        # What lies there from an earlier server was not meant for this one.
+        self._seen_state = self._control_file_state()
         self._pending: FaultRequest | None = None
         self._under_forward: Callable[[], _Undo] | None = None
         self._undo: _Undo = None
@@ -162,13 +163,16 @@ class FaultInjector:
             self._undo()
             self._undo = None
 
-    def _read_control_file(self) -> None:
+    def _control_file_state(self) -> tuple[int, int] | None:
         try:
             status = os.stat(self._control_file)
         except FileNotFoundError:
-            return
-        state = (status.st_mtime_ns, status.st_ino)
-        if state == self._seen_state:
+            return None
+        return (status.st_mtime_ns, status.st_ino)
+
+    def _read_control_file(self) -> None:
+        state = self._control_file_state()
+        if state is None or state == self._seen_state:
             return
         self._seen_state = state
         request = FaultRequest(**json.loads(self._control_file.read_text(encoding="utf-8")))

@@ -116,7 +116,7 @@ GUARD_CASES: Final = (
     ),
 )
 
-# Of these, what an engine can show that delivers no allocator events and keeps its table still (vLLM).
+# Of these, what an engine shows that delivers no allocator events and keeps its table still (vLLM).
 TABLE_CASES: Final = (
     *(
         case

@@ -1,0 +1,68 @@
+"""The fault injector's control file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcanary_plugin.faults import FaultInjector, FaultRequest
+from kvcanary_plugin.forward import ForwardKind
+from kvcanary_plugin.metrics import RankLabels
+from tests.monitor.world import Part, World
+
+PROMPT = [11, 7, 7, 300, 0, 4, 9, 12, 13]
+SLOTS = [5, 6, 9, 2, 31, 40, 41, 42, 43]
+
+
+def planted_by(world: World, injector: FaultInjector, done: Path) -> list[str]:
+    """Faults that one decode of a prefilled request had planted."""
+    part = Part(uid=1, row=1, tokens=[*PROMPT, 8], slots=[50], prefix=9, host_knows_tokens=False)
+    world.put_row(1, [50], 9)
+    injector.before_forward(world._step_of([part], ForwardKind.DECODE))
+    if not done.exists():
+        return []
+    return [json.loads(line)["fault"] for line in done.read_text().splitlines()]
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    assert world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS)) == []
+    return world
+
+
+def injector_for(world: World, control_file: Path, ranks: RankLabels) -> FaultInjector:
+    return FaultInjector(control_file=control_file, guards=world.monitor.guards, ranks=ranks)
+
+
+def test_a_file_left_by_an_earlier_server_plants_nothing(world: World, tmp_path: Path):
+    control = tmp_path / "fault.json"
+    control.write_text(json.dumps({"id": 1, "fault": "flip_kv"}))
+    injector = injector_for(world, control, RankLabels())
+    assert planted_by(world, injector, tmp_path / "fault.json.done") == []
+
+
+def test_a_file_written_while_serving_is_planted_once(world: World, tmp_path: Path):
+    control = tmp_path / "fault.json"
+    injector = injector_for(world, control, RankLabels())
+    control.write_text(json.dumps({"id": 1, "fault": "flip_kv"}))
+    before = [buffer.clone() for buffer in world.full_kv]
+    assert planted_by(world, injector, tmp_path / "fault.json.done") == ["flip_kv"]
+    changed = [not torch.equal(a, b) for a, b in zip(before, world.full_kv, strict=True)]
+    assert changed == [False, False, False, True]
+    assert planted_by(world, injector, tmp_path / "fault.json.done") == ["flip_kv"]
+
+
+def test_a_fault_for_one_rank_is_left_alone_by_the_others(world: World, tmp_path: Path):
+    control = tmp_path / "fault.json"
+    injector = injector_for(world, control, RankLabels(tp_rank=0))
+    control.write_text(json.dumps({"id": 1, "fault": "flip_kv", "tp_rank": 1}))
+    assert planted_by(world, injector, tmp_path / "fault.json.done") == []
+
+
+def test_a_fault_that_does_not_exist_is_refused_with_the_ones_that_do():
+    with pytest.raises(ValueError, match="flip_kv"):
+        FaultRequest(id=1, fault="set_on_fire")
