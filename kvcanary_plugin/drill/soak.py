@@ -80,15 +80,20 @@ def run_soak(
     *,
     forwards: int,
     seed: int = 0,
+    conversations: int = _ROUND.conversations,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SoakResult:
-    """Send rounds of traffic until the server has run ``forwards`` more forwards."""
+    """Send rounds of ``conversations`` until the server has run ``forwards`` more forwards."""
     begin = time.monotonic()
     before = MetricsSnapshot.parse(server.metrics())
     results = []
     for number in itertools.count():
         results.append(
-            run_traffic(server.url, replace(_ROUND, seed=seed + number), dialect=server.dialect)
+            run_traffic(
+                server.url,
+                replace(_ROUND, seed=seed + number, conversations=conversations),
+                dialect=server.dialect,
+            )
         )
         time.sleep(_DRAIN_SECONDS)
         now = MetricsSnapshot.parse(server.metrics())

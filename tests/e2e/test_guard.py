@@ -40,7 +40,8 @@ from kvcanary_plugin.metrics import (
 
 pytestmark = pytest.mark.e2e
 
-SHORT_SOAK_FORWARDS = 400
+# One round of each preset; the long form is `kvcanary soak`.
+SHORT_SOAK = {"forwards": 150, "conversations": 36, "seed": 7}
 # SGLang chunks of 64 tokens and its mixed batches come on top of each preset's own point.
 HEALTHY = {
     "llama": PRESETS["llama"],
@@ -75,10 +76,10 @@ def snapshot(server: SGLangServer) -> MetricsSnapshot:
 def test_healthy_traffic_is_silent_and_every_forward_checked(name, shared_server, directories):
     server = shared_server(guarded(name, HEALTHY[name], directories))
 
-    result = run_soak(server, forwards=SHORT_SOAK_FORWARDS, seed=7)
+    result = run_soak(server, **SHORT_SOAK)
 
     assert result.passed, result.as_text() + "\n" + server.log()[-3000:]
-    assert result.slots_verified > 20 * SHORT_SOAK_FORWARDS
+    assert result.slots_verified > 20 * SHORT_SOAK["forwards"]
     if name != "no-radix-cache":
         assert result.cached_tokens > 0
 
@@ -86,7 +87,7 @@ def test_healthy_traffic_is_silent_and_every_forward_checked(name, shared_server
 def test_two_data_parallel_ranks_are_guarded_apart(own_server, directories):
     server = own_server(guarded("dp2", PRESETS["dp2"], directories))
 
-    result = run_soak(server, forwards=SHORT_SOAK_FORWARDS, seed=7)
+    result = run_soak(server, **SHORT_SOAK)
 
     assert result.passed, result.as_text()
     after = snapshot(server)
