@@ -243,7 +243,8 @@ class Drill:
         self._control_file = directory / "fault.json"
         self._done_file = directory / "fault.json.done"
         self._reports = directory / "reports"
-        self._next_id = 1
+        # Another drill may have run in this directory: its faults lie in the file already.
+        self._next_id = 1 + max((entry["id"] for entry in self._done()), default=0)
 
     def run_silent(self) -> SilentResult:
         """The drill's traffic without a fault, with a shared prefix and its reuse."""
@@ -342,11 +343,14 @@ class Drill:
         return fault_id
 
     def _planted(self, fault_id: int) -> dict[str, Any] | None:
+        return next((entry for entry in self._done() if entry["id"] == fault_id), None)
+
+    def _done(self) -> list[dict[str, Any]]:
+        """What the injector says it did, in its order."""
         if not self._done_file.exists():
-            return None
+            return []
         lines = self._done_file.read_text(encoding="utf-8").splitlines()
-        done = (json.loads(line) for line in lines)
-        return next((entry for entry in done if entry["id"] == fault_id), None)
+        return [json.loads(line) for line in lines]
 
     def _wait_for_report(self, case: FaultCase, planted: dict[str, Any]) -> dict[str, Any] | None:
         deadline = time.monotonic() + _REPORT_TIMEOUT_SECONDS
