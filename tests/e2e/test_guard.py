@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvcanary_plugin import cli
 from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.drill import (
     FULL_CASES,
@@ -347,3 +349,23 @@ def test_what_cannot_be_guarded_is_shown_as_unsupported(own_server, tmp_path, fl
     now = snapshot(server)
     assert now.total(GROUP_STATE, group="full", state="unsupported") == 1
     assert reason in server.log()
+
+
+def test_the_incident_of_a_drill_is_reproduced_by_replay(own_server, tmp_path):
+    server = own_server(replace(PRESETS["llama"], kvcanary_config=write_drill_config(tmp_path)))
+    faults = ("flip_kv", "swap_table", "break_chain", "free_in_use")
+    cases = [case for case in (*FULL_CASES[1:], *GUARD_CASES) if case.fault in faults]
+    assert all(result.detected for result in Drill(server, tmp_path).run(cases))
+    server.stop()
+
+    reports = [
+        line
+        for path in sorted((tmp_path / "reports").glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if json.loads(line)["type"] == "incident"
+    ]
+    assert len(reports) == len(cases)
+    for number, report in enumerate(reports):
+        incident = tmp_path / f"incident-{number}.jsonl"
+        incident.write_text(report + "\n", encoding="utf-8")
+        assert cli.main(["replay", str(incident)]) == 0
