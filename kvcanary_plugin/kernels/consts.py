@@ -117,8 +117,6 @@ class EventKind(IntEnum):
     ALLOC = 0
     FREE = 1
     MOVE = 2
-    LOAD = 3
-    ADOPT = 4
     RESET = 5
 
 

@@ -54,8 +54,6 @@ enum EventKind : int64_t {
   kEventAlloc = 0,
   kEventFree = 1,
   kEventMove = 2,
-  kEventLoad = 3,
-  kEventAdopt = 4,
   kEventReset = 5,
 };
 
