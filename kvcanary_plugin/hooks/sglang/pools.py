@@ -10,6 +10,7 @@ import torch
 
 from kvcanary_plugin.cache import KVCacheGroup, row_source
 from kvcanary_plugin.hooks.sglang.allocators import followable
+from kvcanary_plugin.hooks.sglang.features import unsupported_feature
 from kvcanary_plugin.kernels import RealKvSource
 
 # Row 0 of req_to_token pads CUDA-graph batches.
@@ -35,9 +36,9 @@ class GuardedPools:
 def guarded_pools(model_runner: Any) -> GuardedPools:
     """Groups of ``model_runner``'s KV pool; a class that no adapter knows is unsupported."""
     pool = model_runner.token_to_kv_pool
-    for name, is_on, reason in _UNSUPPORTED_FEATURES:
-        if is_on(getattr(model_runner.server_args, name, None)):
-            return GuardedPools((), (UnsupportedGroup("full", reason),))
+    refused = unsupported_feature(model_runner.server_args)
+    if refused is not None:
+        return GuardedPools((), (UnsupportedGroup("full", refused),))
     adapter = _ADAPTERS.get(type(pool).__name__)
     if adapter is None:
         known = ", ".join(sorted(_ADAPTERS))
@@ -112,22 +113,6 @@ def _swa(model_runner: Any, pool: Any) -> GuardedPools:
     )
     return GuardedPools((full, windowed), ())
 
-
-# Server settings under which slots are written where this hook does not look: refused, because a
-# canary that misses writes would alarm on slots that are fine.
-_UNSUPPORTED_FEATURES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("speculative_algorithm", bool, "speculative decoding is not covered"),
-    ("enable_hierarchical_cache", bool, "load-back from a hierarchical cache is not covered"),
-    (
-        "disaggregation_mode",
-        lambda mode: mode not in (None, "null"),
-        "slots filled by prefill/decode disaggregation are not covered",
-    ),
-    ("enable_pdmux", bool, "split prefill (pdmux) is not covered"),
-    ("enable_hisparse", bool, "hierarchical sparse attention is not covered"),
-    ("enable_lmcache", bool, "load-back from LMCache is not covered"),
-    ("dllm_algorithm", bool, "diffusion models are not covered"),
-)
 
 _ADAPTERS: dict[str, Callable[[Any, Any], GuardedPools]] = {
     "MHATokenToKVPool": _mha,
