@@ -11,6 +11,7 @@ import torch
 
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.forward import ForwardKind, ForwardStep
+from kvcanary_plugin.hooks.vllm import v2
 from kvcanary_plugin.hooks.vllm.caches import GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import RequestBook
 from kvcanary_plugin.hooks.vllm.v1 import V1Translator
@@ -200,6 +201,17 @@ def test_v1_accepted_drafts_stand_behind_the_last_certain_token():
     columns = list(world.translator.sampled(sampled, metadata))
     assert [positions.tolist() for _, positions, _ in columns] == [[3], [4], [5]]
     assert [tokens.tolist() for _, _, tokens in columns] == [[11], [12], [-1]]
+
+
+@pytest.mark.parametrize("names_kernel_blocks", [True, False], ids=["0.26", "0.32"])
+def test_v2_the_pages_of_a_table_are_the_kernels_blocks(names_kernel_blocks):
+    tables = SimpleNamespace(input_block_tables=[torch.zeros((2, 8), dtype=torch.int32)])
+    if names_kernel_blocks:
+        tables.block_sizes, tables.kernel_block_sizes = [128], [64]
+    else:
+        tables.block_sizes = [64]
+    (table,) = v2.block_tables(SimpleNamespace(block_tables=tables))
+    assert table.page_size == 64
 
 
 class V2World:

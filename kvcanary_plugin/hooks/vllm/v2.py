@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens
+from kvcanary_plugin.hooks.vllm import versions
 from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import Batch, BatchChange, RequestBook
 from kvcanary_plugin.hooks.vllm.v1 import host_tokens, kind_of
@@ -21,9 +22,10 @@ from kvcanary_plugin.hooks.vllm.v1 import host_tokens, kind_of
 def block_tables(runner: Any) -> list[BlockTable]:
     """The block table of each KV cache group, as the forward reads it."""
     tables = runner.block_tables
+    sizes = versions.table_page_sizes(tables)
     return [
-        BlockTable(table=table, page_size=int(block_size))
-        for table, block_size in zip(tables.input_block_tables, tables.block_sizes, strict=True)
+        BlockTable(table=table, page_size=size)
+        for table, size in zip(tables.input_block_tables, sizes, strict=True)
     ]
 
 

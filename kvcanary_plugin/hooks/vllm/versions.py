@@ -57,6 +57,14 @@ def runner_kind(runner: Any) -> RunnerKind:
     )
 
 
+def table_page_sizes(tables: Any) -> list[int]:
+    """Slots per entry of each of a V2 runner's block tables.
+
+    Up to 0.26 the tables count in the kernels' blocks and name the scheduler's ``block_sizes``.
+    """
+    return [int(size) for size in getattr(tables, "kernel_block_sizes", tables.block_sizes)]
+
+
 def rank_labels(parallel_config: Any) -> RankLabels:
     """Tensor, pipeline and data parallel rank of this worker process."""
     from vllm.distributed import get_pp_group, get_tp_group
