@@ -15,13 +15,10 @@ import torch
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.canary import UnguardedGroup
 from kvcanary_plugin.kernels import RealKvSource
+from kvcanary_plugin.strips import UnsupportedLayout, head_strips, strip
 
 # Row 0 of a block table is a request like any other; a batch has no padding rows.
 _NO_PADDING_ROW = -1
-
-
-class UnsupportedLayout(ValueError):
-    """K/V that lies in memory in a way that no source describes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +269,7 @@ def layer_sources(layer: Any) -> Iterator[RealKvSource]:
         yield from _packed_sources(cache, str(isa))
         return
     for part in _halves(cache):
-        yield from _strided_sources(part)
+        yield from head_strips(part)
 
 
 def _halves(cache: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -289,24 +286,6 @@ def _halves(cache: torch.Tensor) -> Iterator[torch.Tensor]:
         yield cache[:, 1].transpose(1, 2)
     else:
         raise UnsupportedLayout(f"K/V of shape {list(cache.shape)} has no adapter")
-
-
-def _strided_sources(part: torch.Tensor) -> Iterator[RealKvSource]:
-    """Strips of a view [blocks, heads, tokens, size], whatever the order in memory."""
-    _, heads, tokens, size = part.shape
-    _, head_stride, token_stride, inner_stride = part.stride()
-    if size > 1 and inner_stride != 1:
-        raise UnsupportedLayout(f"K/V with strides {list(part.stride())} has no adapter")
-    if heads == 1 or (head_stride == size and token_stride == heads * size):
-        # All heads of a token stand side by side.
-        if tokens > 1 and token_stride != heads * size:
-            raise UnsupportedLayout(f"K/V with strides {list(part.stride())} has no adapter")
-        yield _strip(part, offset=0, page_size=tokens, elements=heads * size)
-    elif token_stride == size:
-        for head in range(heads):
-            yield _strip(part, offset=head * head_stride, page_size=tokens, elements=size)
-    else:
-        raise UnsupportedLayout(f"K/V with strides {list(part.stride())} has no adapter")
 
 
 def _packed_sources(cache: torch.Tensor, isa: str) -> Iterator[RealKvSource]:
@@ -327,18 +306,5 @@ def _packed_sources(cache: torch.Tensor, isa: str) -> Iterator[RealKvSource]:
         start = head * head_stride
         for element in range(size):
             offset = start + element * tokens
-            yield _strip(cache, offset=offset, page_size=tokens, elements=1)
-        yield _strip(cache, offset=start + size * tokens, page_size=tokens, elements=size)
-
-
-def _strip(cache: torch.Tensor, *, offset: int, page_size: int, elements: int) -> RealKvSource:
-    """A source over ``page_size * elements`` elements of each block, from ``offset`` on."""
-    view = cache.as_strided(
-        (cache.shape[0], page_size * elements),
-        (cache.stride(0), 1),
-        cache.storage_offset() + offset,
-    )
-    num_bytes = elements * cache.element_size()
-    return RealKvSource(
-        tensor=view, page_size=page_size, num_bytes_per_token=num_bytes, read_bytes=num_bytes
-    )
+            yield strip(cache, offset=offset, page_size=tokens, elements=1)
+        yield strip(cache, offset=start + size * tokens, page_size=tokens, elements=size)
