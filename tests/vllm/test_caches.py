@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcanary_plugin.hooks.vllm import versions
 from kvcanary_plugin.hooks.vllm.caches import (
     BlockTable,
     GuardedCaches,
@@ -46,10 +47,14 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32).reshape(shape)
 
 
+def packing_of(layer: Any) -> str | None:
+    return getattr(layer, "isa", None)
+
+
 def elements_of_slot(layer: Any, slot: int) -> list[int]:
     """What the sources of a layer read for ``slot``, element by element."""
     found: list[int] = []
-    for source in layer_sources(layer):
+    for source in layer_sources(layer, packing=packing_of(layer)):
         assert source.read_bytes == source.num_bytes_per_token
         row = source.tensor[slot // source.page_size].reshape(-1).view(torch.uint8)
         start = (slot % source.page_size) * source.num_bytes_per_token
@@ -159,7 +164,7 @@ def test_no_two_slots_share_a_byte_of_the_packed_layout():
 )
 def test_a_layout_without_equal_steps_is_refused(cache, isa):
     with pytest.raises(UnsupportedLayout):
-        list(layer_sources(attention_layer(cache, isa=isa)))
+        list(layer_sources(attention_layer(cache, isa=isa), packing=isa))
 
 
 def caches_of(
@@ -175,6 +180,7 @@ def caches_of(
         is_target_layer=lambda layer: (
             target is None or any(layers[name] is layer for name in target)
         ),
+        packing_of=packing_of,
     )
 
 
@@ -307,3 +313,22 @@ def test_layers_of_one_type_and_different_windows_keep_the_smallest_common_one()
     )
     caches = caches_of([(spec, ["a", "b"])], layers)
     assert (caches.groups[0].name, caches.groups[0].swa_window_size) == ("mixed", 0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "packing"),
+    [
+        (SimpleNamespace(kv_cache=torch.zeros(3, 2, 4, 8), isa="vec"), "vec"),
+        (
+            SimpleNamespace(kv_cache=torch.zeros(3, 2, 4, 8), impl=SimpleNamespace(isa="amx")),
+            "amx",
+        ),
+        (SimpleNamespace(kv_cache=torch.zeros(3, 2, 4, 8)), "an unnamed instruction set"),
+        (SimpleNamespace(kv_cache=torch.zeros(3, 4, 8)), None),
+        (SimpleNamespace(kv_cache=[]), None),
+        (SimpleNamespace(kv_cache=torch.zeros(3, 2, 4, 8, device="meta")), None),
+    ],
+    ids=["0.32", "0.26", "unknown", "latent", "none", "not a CPU"],
+)
+def test_what_the_cpu_backend_packs_is_never_read_by_its_strides(layer, packing):
+    assert versions.packing_of(layer) == packing

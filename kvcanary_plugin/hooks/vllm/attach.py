@@ -243,6 +243,7 @@ def _caches(runner: Any, vllm_config: Any) -> GuardedCaches:
         tables=v1.block_tables(runner) if kind == "v1" else v2.block_tables(runner),
         layers=vllm_config.compilation_config.static_forward_context,
         is_target_layer=lambda layer: id(layer) in target_layers,
+        packing_of=versions.packing_of,
     )
     problem = _unsupported_setup(vllm_config)
     if problem is None:

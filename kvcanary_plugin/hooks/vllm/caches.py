@@ -87,6 +87,7 @@ def guarded_caches(
     tables: Sequence[BlockTable],
     layers: Mapping[str, Any],
     is_target_layer: Callable[[Any], bool],
+    packing_of: Callable[[Any], str | None] = lambda _layer: None,
 ) -> GuardedCaches:
     """Translate vLLM's groups.
 
@@ -97,6 +98,7 @@ def guarded_caches(
         layers: attention layer by name (``static_forward_context``).
         is_target_layer: whether a layer belongs to the model whose forwards are hooked, and not to
             a draft model, which writes its K/V at another time.
+        packing_of: what a layer's K/V is packed for; None where it lies by its strides.
     """
     guarded: list[KVCacheGroup] = []
     group_ids: list[int] = []
@@ -123,7 +125,9 @@ def guarded_caches(
         sources: tuple[RealKvSource, ...] = ()
         try:
             sources = _distinct(
-                source for layer in target for source in layer_sources(layers[layer])
+                source
+                for layer in target
+                for source in layer_sources(layers[layer], packing=packing_of(layers[layer]))
             )
             _check_coverage(sources, slots=num_blocks * group.kv_cache_spec.block_size)
         except UnsupportedLayout as problem:
@@ -253,8 +257,12 @@ def _check_coverage(sources: Sequence[RealKvSource], *, slots: int) -> None:
 # ---- the strips of a layer -----------------------------------------------------------------------
 
 
-def layer_sources(layer: Any) -> Iterator[RealKvSource]:
+def layer_sources(layer: Any, *, packing: str | None = None) -> Iterator[RealKvSource]:
     """Every strip of K/V that a slot owns in one attention layer.
+
+    Args:
+        layer: one that has its ``kv_cache``.
+        packing: instruction set that the CPU backend has packed it for; None: by its strides.
 
     Raises:
         UnsupportedLayout: when some do not lie in equal steps from slot to slot.
@@ -264,9 +272,8 @@ def layer_sources(layer: Any) -> Iterator[RealKvSource]:
         (cache,) = cache
     if not isinstance(cache, torch.Tensor):
         raise UnsupportedLayout(f"K/V of type {type(cache).__name__} has no adapter")
-    isa = getattr(layer, "isa", None)
-    if cache.device.type == "cpu" and isa is not None:
-        yield from _packed_sources(cache, str(isa))
+    if packing is not None:
+        yield from _packed_sources(cache, packing)
         return
     for part in _halves(cache):
         yield from head_strips(part)
@@ -288,15 +295,15 @@ def _halves(cache: torch.Tensor) -> Iterator[torch.Tensor]:
         raise UnsupportedLayout(f"K/V of shape {list(cache.shape)} has no adapter")
 
 
-def _packed_sources(cache: torch.Tensor, isa: str) -> Iterator[RealKvSource]:
+def _packed_sources(cache: torch.Tensor, packing: str) -> Iterator[RealKvSource]:
     """Strips of the CPU backend's layout, which packs K for its matrix kernels.
 
     A head of a block is one run of 2 * tokens * size elements: K transposed, [size, tokens], then
     V, [tokens, size]. The K of a token thus lies in ``size`` places of one element, each a strip of
     its own. AMX tiles interleave tokens in pairs, K and V alike, which is no equal step at all.
     """
-    if isa not in ("vec", "vec16"):
-        raise UnsupportedLayout(f"K/V packed for {isa!r} on a CPU has no adapter")
+    if packing not in ("vec", "vec16"):
+        raise UnsupportedLayout(f"K/V packed for {packing!r} on a CPU has no adapter")
     _, heads, tokens, both = cache.shape
     _, head_stride, token_stride, inner_stride = cache.stride()
     size = both // 2

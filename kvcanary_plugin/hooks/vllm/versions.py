@@ -30,6 +30,9 @@ _V2_ATTRIBUTES = (
     "req_states",
 )
 
+# Dimensions of a cache [blocks, heads, tokens, K and V], which alone the CPU backend packs.
+_K_AND_V_JOINED = 4
+
 
 class UnsupportedRunnerError(RuntimeError):
     """A model runner that lacks something that the hooks need."""
@@ -63,6 +66,20 @@ def table_page_sizes(tables: Any) -> list[int]:
     Up to 0.26 the tables count in the kernels' blocks and name the scheduler's ``block_sizes``.
     """
     return [int(size) for size in getattr(tables, "kernel_block_sizes", tables.block_sizes)]
+
+
+def packing_of(layer: Any) -> str | None:
+    """What the K/V of a layer is packed for; None where it lies by its strides.
+
+    The CPU backend's attention names its instruction set: on the layer, up to 0.26 on its backend.
+    """
+    cache = layer.kv_cache
+    if isinstance(cache, (list, tuple)):
+        cache = cache[0] if cache else None
+    if cache is None or cache.device.type != "cpu" or cache.ndim != _K_AND_V_JOINED:
+        return None
+    named = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
+    return str(named) if named is not None else "an unnamed instruction set"
 
 
 def rank_labels(parallel_config: Any) -> RankLabels:
