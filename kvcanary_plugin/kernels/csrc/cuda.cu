@@ -202,8 +202,11 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
 
   const OnDevice on_device(device);
 
-  on_device.launch("canary_write", write_kernel, dim3(blocks(capacity, INT32_MAX)), kWarpSize,
-                   context, arguments);
+  // More blocks than run at once would only wait for their turn: they walk on in strides.
+  const int64_t for_singles = single_entry_blocks(capacity);
+  const int64_t for_others = std::min<int64_t>(capacity, 2 * on_device.multiprocessors());
+  on_device.launch("canary_write", write_kernel, dim3(blocks(for_singles + for_others, INT32_MAX)),
+                   kWriteThreads, context, arguments);
   if (context.num_sources > 0 && entries > 0) {
     on_device.launch("the fold of canary_write", fold_kernel<WriteFoldJob>,
                      fold_grid(on_device, entries), kFoldThreads, context, fold);
@@ -373,11 +376,12 @@ void canary_prepare(TensorView launch, TensorView write_offsets, TensorView seed
                      take_events(happened, step));
   }
   arguments.happened = take_events(happened, step);
-  const int64_t threads = std::max(out_cache_loc.numel(), num_requests * kWarpSize);
-  const int64_t grid = arguments.happened.count > 0 ? 1 : divide_up(threads, kPlanThreads);
-  on_device.launch("canary_prepare", prepare_kernel,
-                   dim3(blocks(grid, on_device.multiprocessors())), kPlanThreads, context,
-                   arguments);
+  const bool has_events = arguments.happened.count > 0;
+  const int64_t threads = has_events ? num_requests : std::max(out_cache_loc.numel(), num_requests);
+  const int64_t grid = std::min<int64_t>(divide_up(std::max<int64_t>(threads, 1), kPlanThreads),
+                                         on_device.multiprocessors());
+  on_device.launch("canary_prepare", prepare_kernel, dim3(blocks(grid + (has_events ? 1 : 0), INT32_MAX)),
+                   kPlanThreads, context, arguments);
 }
 
 void canary_seal(TensorView launch, TensorView write_offsets, TensorView num_valid_reqs,

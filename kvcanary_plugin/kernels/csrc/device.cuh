@@ -46,6 +46,16 @@ __device__ __forceinline__ uint64_t load_streaming(const uint64_t* address) {
 #endif
 }
 
+__device__ __forceinline__ uint32_t load_streaming(const uint32_t* address) {
+#if defined(__CUDA_ARCH__)
+  uint32_t value;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+#else
+  return *address;
+#endif
+}
+
 __device__ __forceinline__ WordPair load_pair(const WordPair* address) {
 #if defined(__CUDA_ARCH__)
   WordPair value;
@@ -53,6 +63,29 @@ __device__ __forceinline__ WordPair load_pair(const WordPair* address) {
                : "=l"(value.low), "=l"(value.high)
                : "l"(address)
                : "memory");
+  return value;
+#else
+  return *address;
+#endif
+}
+
+// Loads that stay where they stand in the program. A kernel of a few microseconds is a chain of
+// waits for memory: what does not depend on each other is to be asked for together, even where a
+// branch later on does not want it.
+__device__ __forceinline__ int64_t load_now(const int64_t* address) {
+#if defined(__CUDA_ARCH__)
+  int64_t value;
+  asm volatile("ld.volatile.global.s64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+#else
+  return *address;
+#endif
+}
+
+__device__ __forceinline__ int32_t load_now(const int32_t* address) {
+#if defined(__CUDA_ARCH__)
+  int32_t value;
+  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 #else
   return *address;

@@ -13,7 +13,9 @@ namespace kvcanary {
 constexpr int kLoadsInFlight = 4;
 constexpr int kVectorBytes = sizeof(WordPair);
 constexpr int kWordBytes = sizeof(uint64_t);
-constexpr int kMostNarrowVectors = 2 * kWarpSize;
+// Above this a strip keeps the whole warp busy by itself.
+constexpr int kMostBytesSideBySide = 1536;
+constexpr int kMostVectorsInRows = 2 * kWarpSize;
 
 // The bytes of one source that belong to one slot.
 struct Strip {
@@ -33,10 +35,6 @@ __device__ __forceinline__ Strip strip_of(const LaunchContext& launch, int sourc
   return Strip{source.data + row * source.row_stride +
                    (slot - row * page_size) * source.bytes_per_slot,
                static_cast<int>(source.read_bytes), source_key(static_cast<uint64_t>(source_index))};
-}
-
-__device__ __forceinline__ bool is_whole_vectors(const Strip& strip) {
-  return ((static_cast<int>(strip.data) | strip.bytes) & (kVectorBytes - 1)) == 0;
 }
 
 // Two words whose first has the key `key`.
@@ -105,17 +103,16 @@ __device__ __forceinline__ uint64_t fold_strip(const Strip& strip, int lane) {
   return sum;
 }
 
-// A lane's share of `count` strips, held by the first lanes of the warp, of at most 64 vectors
-// each: as many strips side by side as fit into a load of the warp, kLoadsInFlight such loads.
-__device__ __forceinline__ uint64_t fold_narrow_strips(const Strip& mine, int count, int vectors) {
-  int lanes_log2 = 5;  // lanes that share a strip
-  while (lanes_log2 > 0 && 1 << (lanes_log2 - 1) >= vectors) --lanes_log2;
+// A lane's share of `count` strips, held by the first lanes of the warp, of 1, 2, 4, ... 64 vectors
+// each: every load of the warp takes whole strips side by side, or half of one.
+__device__ __forceinline__ uint64_t fold_in_rows(const Strip& mine, int count, int vectors) {
+  const int lanes_log2 = vectors > kWarpSize ? 5 : __ffs(vectors) - 1;  // lanes that share a strip
   const int strips_per_load = kWarpSize >> lanes_log2;
   const int rounds = vectors > kWarpSize ? 2 : 1;
+  const int loads = rounds * (((count - 1) >> (5 - lanes_log2)) + 1);
   int strip = lane_index() >> lanes_log2;
   int vector = lane_index() & ((1 << lanes_log2) - 1);
   uint64_t sum = 0;
-  const int loads = rounds * (((count - 1) >> (5 - lanes_log2)) + 1);
 #pragma unroll 1
   for (int first = 0; first < loads; first += kLoadsInFlight) {
     WordPair words[kLoadsInFlight];
@@ -126,7 +123,7 @@ __device__ __forceinline__ uint64_t fold_narrow_strips(const Strip& mine, int co
       const int64_t data = __shfl_sync(kFullWarp, mine.data, strip);
       const uint64_t key = __shfl_sync(kFullWarp, mine.key, strip);
       keys[load] = key + (2 * static_cast<uint64_t>(vector) + 1) * kGolden;
-      present[load] = strip < count && vector < vectors;
+      present[load] = strip < count;
       if (present[load]) {
         words[load] = load_streaming(reinterpret_cast<const WordPair*>(data) + vector);
       }
@@ -137,6 +134,112 @@ __device__ __forceinline__ uint64_t fold_narrow_strips(const Strip& mine, int co
 #pragma unroll
     for (int load = 0; load < kLoadsInFlight; ++load) {
       if (present[load]) sum += fold_pair(words[load], keys[load]);
+    }
+  }
+  return sum;
+}
+
+// The pieces that strips are read in. All strips of a group start on a multiple of the piece, and
+// have a multiple of it as their length.
+enum class Piece : int {
+  kVector,    // 16 bytes
+  kWord,      // 8 bytes: vectors, and a word before or behind them
+  kHalfWord,  // 4 bytes, two for a word
+};
+
+// Which words of a strip one load of a lane brings: up to two, in 32 bits.
+struct Portion {
+  int code;  // below 0: none
+
+  __device__ __forceinline__ Portion(bool present, int strip, int unit, int head)
+      : code(present ? unit << 6 | head << 5 | strip : -1) {}
+  __device__ __forceinline__ explicit Portion(int code_) : code(code_) {}
+
+  __device__ __forceinline__ bool present() const { return code >= 0; }
+  __device__ __forceinline__ int strip() const { return code & (kWarpSize - 1); }
+  __device__ __forceinline__ int unit() const { return code >> 6; }
+  __device__ __forceinline__ int head() const { return code >> 5 & 1; }  // words before a vector
+};
+
+template <Piece kPiece>
+struct PortionWords {
+  int first;
+  bool has_low;
+  bool has_high;
+
+  __device__ __forceinline__ PortionWords(const Portion& portion, int bytes) {
+    const bool present = portion.present();
+    first = kPiece == Piece::kHalfWord ? portion.unit() : 2 * portion.unit() - portion.head();
+    has_low = present;
+    has_high = present && kPiece != Piece::kHalfWord;
+    if (kPiece == Piece::kWord) {
+      has_low = present && first >= 0 && first * kWordBytes < bytes;
+      has_high = present && (first + 1) * kWordBytes < bytes;
+    }
+  }
+};
+
+template <Piece kPiece>
+__device__ __forceinline__ WordPair load_portion(int64_t data, int bytes,
+                                                 const Portion& portion) {
+  const PortionWords<kPiece> at(portion, bytes);
+  const uint64_t* from = reinterpret_cast<const uint64_t*>(data) + at.first;
+  WordPair words = {0, 0};
+  if (kPiece == Piece::kHalfWord) {
+    const uint32_t* halves = reinterpret_cast<const uint32_t*>(from);
+    uint32_t low = 0, high = 0;
+    if (at.has_low) low = load_streaming(halves);
+    if (at.has_low && (at.first + 1) * kWordBytes <= bytes) high = load_streaming(halves + 1);
+    words.low = static_cast<uint64_t>(high) << 32 | low;
+  } else if (at.has_low && at.has_high) {
+    words = load_streaming(reinterpret_cast<const WordPair*>(from));
+  } else if (at.has_low) {
+    words.low = load_streaming(from);
+  } else if (at.has_high) {
+    words.high = load_streaming(from + 1);
+  }
+  return words;
+}
+
+// A lane's share of `count` strips of `bytes` each, held by the first lanes of the warp. The lanes
+// take the portions of all strips one after the other, so that none idles whatever the size is.
+template <Piece kPiece>
+__device__ __forceinline__ uint64_t fold_side_by_side(const Strip& mine, int count, int bytes) {
+  const int words = (bytes + kWordBytes - 1) / kWordBytes;
+  const int units = kPiece == Piece::kVector ? words / 2
+                    : kPiece == Piece::kWord ? words / 2 + 1
+                                             : words;
+  const int strips_on = kWarpSize / units, units_on = kWarpSize % units;
+  int strip = lane_index() / units;
+  int unit = lane_index() % units;
+  uint64_t sum = 0;
+#pragma unroll 1
+  for (int left = count * units; left > 0; left -= kLoadsInFlight * kWarpSize) {
+    WordPair loaded[kLoadsInFlight];
+    int codes[kLoadsInFlight];
+#pragma unroll
+    for (int load = 0; load < kLoadsInFlight; ++load) {
+      const int64_t data = __shfl_sync(kFullWarp, mine.data, strip & (kWarpSize - 1));
+      // A vector starts on 16 bytes: with a word before it, words 1 and 2 are the first one.
+      const int head = kPiece == Piece::kWord ? static_cast<int>(data / kWordBytes) & 1 : 0;
+      const Portion portion(strip < count, strip, unit, head);
+      loaded[load] = load_portion<kPiece>(data, bytes, portion);
+      codes[load] = portion.code;
+      strip += strips_on;
+      unit += units_on;
+      if (unit >= units) {
+        unit -= units;
+        ++strip;
+      }
+    }
+#pragma unroll
+    for (int load = 0; load < kLoadsInFlight; ++load) {
+      const Portion portion(codes[load]);
+      const PortionWords<kPiece> at(portion, bytes);
+      const uint64_t key = __shfl_sync(kFullWarp, mine.key, portion.strip()) +
+                           static_cast<uint64_t>(at.first + 1) * kGolden;
+      if (at.has_low) sum += splitmix64(loaded[load].low ^ key);
+      if (at.has_high) sum += splitmix64(loaded[load].high ^ (key + kGolden));
     }
   }
   return sum;
@@ -153,22 +256,30 @@ __device__ __forceinline__ uint64_t fold_share(const LaunchContext& launch, int6
   for (int base = part; base < num_sources; base += kWarpSize << parts_log2) {
     const int left = ((num_sources - base - 1) >> parts_log2) + 1;
     const int count = left < kWarpSize ? left : kWarpSize;
-    // Lanes beyond the last source repeat it: the vote below then speaks of all sources.
+    // Lanes beyond the last source repeat it: the votes below then speak of all sources.
     const int source = base + ((lane_index() < count ? lane_index() : count - 1) << parts_log2);
     const Strip mine = strip_of(launch, source, slot);
     const int bytes = __shfl_sync(kFullWarp, mine.bytes, 0);
-    const bool narrow = is_whole_vectors(mine) && mine.bytes == bytes &&
-                        bytes <= kMostNarrowVectors * kVectorBytes;
-    if (__all_sync(kFullWarp, narrow)) {
-      sum += fold_narrow_strips(mine, count, bytes / kVectorBytes);
-      continue;
-    }
+    const int edges = static_cast<int>(mine.data) | bytes;
+    const bool same = mine.bytes == bytes && bytes <= kMostBytesSideBySide;
+    const int vectors = bytes / kVectorBytes;
+    const bool even = vectors <= kMostVectorsInRows && __popc(vectors) == 1;
+    if (__all_sync(kFullWarp, same && even && edges % kVectorBytes == 0)) {
+      sum += fold_in_rows(mine, count, vectors);
+    } else if (__all_sync(kFullWarp, same && edges % kVectorBytes == 0)) {
+      sum += fold_side_by_side<Piece::kVector>(mine, count, bytes);
+    } else if (__all_sync(kFullWarp, same && edges % kWordBytes == 0)) {
+      sum += fold_side_by_side<Piece::kWord>(mine, count, bytes);
+    } else if (__all_sync(kFullWarp, same && edges % (kWordBytes / 2) == 0)) {
+      sum += fold_side_by_side<Piece::kHalfWord>(mine, count, bytes);
+    } else {
 #pragma unroll 1
-    for (int index = 0; index < count; ++index) {
-      sum += fold_strip<kWarpSize>(Strip{__shfl_sync(kFullWarp, mine.data, index),
-                                         __shfl_sync(kFullWarp, mine.bytes, index),
-                                         __shfl_sync(kFullWarp, mine.key, index)},
-                                   lane_index());
+      for (int index = 0; index < count; ++index) {
+        sum += fold_strip<kWarpSize>(Strip{__shfl_sync(kFullWarp, mine.data, index),
+                                           __shfl_sync(kFullWarp, mine.bytes, index),
+                                           __shfl_sync(kFullWarp, mine.key, index)},
+                                     lane_index());
+      }
     }
   }
   return sum;

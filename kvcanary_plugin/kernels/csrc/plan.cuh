@@ -138,39 +138,121 @@ struct PrepareArguments {
   const int64_t* identity_keys;  // or null: all 0
   IntArray out_cache_loc;
   int64_t step;
-  EventArguments happened;  // with any in it the launch has one block, which applies them first
+  EventArguments happened;  // with any in it the launch has a block more
 };
 
-__global__ void __launch_bounds__(kPlanThreads)
-    prepare_kernel(const __grid_constant__ LaunchContext launch,
-                   const __grid_constant__ PrepareArguments arguments) {
-  count_launch(launch);
-  apply_events(launch, arguments.happened);
+// What one thread asks for about its request before it waits for anything.
+struct PreparedRequest {
+  RawInteger row;
+  RawInteger prefix_len;
+  RawInteger extend_len;
+  int64_t uid;
+  int64_t identity_key;
+};
+
+__device__ __forceinline__ PreparedRequest load_prepared(const PrepareArguments& arguments,
+                                                         int64_t index) {
   const Batch& batch = arguments.batch;
-  if (blockIdx.x == 0 && threadIdx.x == 0) fill_write_header(arguments.write_plan, batch);
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kPlanWarps;
-#pragma unroll 1
-  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kPlanWarps + warp_index();
-       index < batch.size(); index += warps) {
-    fill_write_row(arguments.write_plan, arguments.table, batch, index);
-    if (lane_index() != 0) continue;
-    if (arguments.uids_out != nullptr) arguments.uids_out[index] = arguments.request_uids[index];
-    if (arguments.keys_out != nullptr) {
-      arguments.keys_out[index] =
-          arguments.identity_keys == nullptr ? 0 : arguments.identity_keys[index];
-    }
+  const int64_t* const keys = arguments.identity_keys;
+  PreparedRequest request = {load_raw(batch.request_rows, index),
+                             load_raw(batch.prefix_lens, index),
+                             load_raw(batch.extend_lens, index),
+                             load_now(arguments.request_uids + index), 0};
+  if (keys != nullptr) request.identity_key = load_now(keys + index);
+  return request;
+}
+
+// The sum of the values of this thread and the ones before it in the block. `scratch` holds one
+// value a warp. Called by every thread.
+__device__ __forceinline__ int64_t block_running_sum(int64_t value, int64_t* scratch) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const int64_t before = __shfl_up_sync(kFullWarp, value, distance);
+    if (lane_index() >= distance) value += before;
   }
-  if (!has_slot_table(launch)) return;
-  const int64_t tokens =
-      warp_sum_below(batch.size(), [&](int64_t index) { return batch.extend_len(index); });
-  const int64_t marked = tokens < arguments.out_cache_loc.size ? tokens : arguments.out_cache_loc.size;
-#pragma unroll 1
-  for (int64_t entry = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x;
-       entry < marked; entry += static_cast<int64_t>(gridDim.x) * kPlanThreads) {
-    const int64_t slot = arguments.out_cache_loc[entry];
+  __syncthreads();
+  if (lane_index() == kWarpSize - 1) scratch[warp_index()] = value;
+  __syncthreads();
+  for (int warp = 0; warp < warp_index(); ++warp) value += scratch[warp];
+  return value;
+}
+
+// Fills the plan's rows of the requests `first`, ... of one block, a thread each.
+__device__ __forceinline__ void prepare_requests(const PrepareArguments& arguments, int64_t first,
+                                                 int64_t* scratch) {
+  const Batch& batch = arguments.batch;
+  const WritePlanOut& plan = arguments.write_plan;
+  const int64_t index = first + threadIdx.x;
+  const bool present = index < batch.size();
+  PreparedRequest request = {};
+  if (present) request = load_prepared(arguments, index);
+  int64_t below = 0;
+  for (int64_t other = threadIdx.x; other < first; other += kPlanThreads) {
+    below += batch.extend_len(other);
+  }
+  if (first > 0) {
+    below = static_cast<int64_t>(
+        block_sum(static_cast<uint64_t>(below), reinterpret_cast<uint64_t*>(scratch)));
+  }
+  const int64_t extend_len = request.extend_len.value();
+  const int64_t end = below + block_running_sum(extend_len > 0 ? extend_len : 0, scratch);
+  if (!present) return;
+  if (index == 0) fill_write_header(plan, batch);
+  const int64_t row = request.row.value();
+  const int64_t prefix_len = request.prefix_len.value();
+  plan.offsets[index + 1] = end;
+  plan.seeds[index] = row == batch.padding_row ? kUnknown : arguments.table.seed(row, prefix_len);
+  if (arguments.uids_out != nullptr) arguments.uids_out[index] = request.uid;
+  if (arguments.keys_out != nullptr) arguments.keys_out[index] = request.identity_key;
+}
+
+// Marks the slots that this forward writes, entries `first`, ... in steps of `stride`.
+__device__ __forceinline__ void mark_slots(const LaunchContext& launch,
+                                           const PrepareArguments& arguments, int64_t first,
+                                           int64_t stride, int64_t* scratch) {
+  const Batch& batch = arguments.batch;
+  const IntArray& slots = arguments.out_cache_loc;
+  int64_t tokens = 0;
+#pragma unroll 4
+  for (int64_t index = threadIdx.x; index < batch.size(); index += kPlanThreads) {
+    tokens += batch.extend_len(index);
+  }
+  tokens = static_cast<int64_t>(
+      block_sum(static_cast<uint64_t>(tokens), reinterpret_cast<uint64_t*>(scratch)));
+  const int64_t marked = tokens < slots.size ? tokens : slots.size;
+#pragma unroll 4
+  for (int64_t entry = first + threadIdx.x; entry < marked; entry += stride) {
+    const int64_t slot = slots[entry];
     if (slot > kPaddingSlot && slot < launch.num_slots) {
       *writer_step_of(launch, slot) = arguments.step;
     }
+  }
+}
+
+// With events the first block applies them, then marks all slots, and leaves the plan to the
+// others: a row about an event still tells who wrote the slot last.
+__global__ void __launch_bounds__(kPlanThreads)
+    prepare_kernel(const __grid_constant__ LaunchContext launch,
+                   const __grid_constant__ PrepareArguments arguments) {
+  __shared__ int64_t scratch[kPlanWarps];
+  count_launch(launch);
+  const bool has_events = arguments.happened.count > 0;
+  const int64_t block = static_cast<int64_t>(blockIdx.x) - (has_events ? 1 : 0);
+  const int64_t stride = (static_cast<int64_t>(gridDim.x) - (has_events ? 1 : 0)) * kPlanThreads;
+  if (block < 0) {
+    apply_events(launch, arguments.happened);
+    if (has_slot_table(launch)) mark_slots(launch, arguments, 0, kPlanThreads, scratch);
+    return;
+  }
+  if (block == 0 && threadIdx.x == 0 && arguments.batch.size() == 0) {
+    fill_write_header(arguments.write_plan, arguments.batch);
+  }
+#pragma unroll 1
+  for (int64_t first = block * kPlanThreads; first < arguments.batch.size(); first += stride) {
+    prepare_requests(arguments, first, scratch);
+  }
+  if (!has_events && has_slot_table(launch)) {
+    mark_slots(launch, arguments, block * kPlanThreads, stride, scratch);
   }
 }
 

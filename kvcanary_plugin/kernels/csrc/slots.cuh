@@ -2,8 +2,29 @@
 #pragma once
 
 #include "device.cuh"
+#include "integers.h"
 
 namespace kvcanary {
+
+// An element of an IntArray as loaded; taking its value waits for the load.
+struct RawInteger {
+  int32_t low;
+  int32_t high;  // of an int32 array: low once more
+  bool is_int64;
+
+  __device__ __forceinline__ int64_t value() const {
+    const int32_t sign_or_high = is_int64 ? high : low >> 31;
+    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(sign_or_high)) << 32 |
+                                static_cast<uint32_t>(low));
+  }
+};
+
+__device__ __forceinline__ RawInteger load_raw(const IntArray& array, int64_t index) {
+  const int32_t* const words = static_cast<const int32_t*>(array.data);
+  const int is_int64 = array.is_int64 ? 1 : 0;
+  const int32_t* const low = words + (index << is_int64);
+  return {load_now(low), load_now(low + is_int64), array.is_int64};
+}
 
 // The record at `slot`, which must be inside the pool; two 16-byte loads.
 __device__ __forceinline__ Record load_record(const LaunchContext& launch, int64_t slot) {

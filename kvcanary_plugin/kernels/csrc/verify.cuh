@@ -18,6 +18,8 @@ constexpr int kVerifyThreads = 128;
 constexpr int kVerifyWarps = kVerifyThreads / kWarpSize;
 // Positions of a lane that are in flight at once in a launch without real-KV folds.
 constexpr int kVerifyItems = 4;
+// Blocks of a multiprocessor in a launch with them: what counts there are bytes on their way.
+constexpr int kFoldingBlocks = 8;
 
 // One slot to verify and what the request says about it.
 struct VerifyEntry {
@@ -385,7 +387,7 @@ __device__ __forceinline__ unsigned verify_table_tile(const LaunchContext& launc
 // Grid: x over the positions of a request, y over requests; both walk on in strides, so any grid
 // covers everything.
 template <int kItems, bool kFoldsRealKv>
-__global__ void __launch_bounds__(kVerifyThreads)
+__global__ void __launch_bounds__(kVerifyThreads, kFoldsRealKv ? kFoldingBlocks : 1)
     verify_table_kernel(const __grid_constant__ LaunchContext launch,
                         const __grid_constant__ TableVerifyArguments arguments) {
   __shared__ uint64_t scratch[kVerifyWarps];
@@ -487,8 +489,7 @@ __global__ void __launch_bounds__(kVerifyThreads)
                        const __grid_constant__ PlanVerifyArguments arguments) {
   __shared__ uint64_t scratch[kVerifyWarps];
   count_launch(launch);
-  if (*arguments.enable == 0) return;
-  const int64_t valid = *arguments.num_valid;
+  const int64_t valid = load_now(arguments.enable) == 0 ? 0 : load_now(arguments.num_valid);
   const int64_t count = valid < arguments.capacity ? valid : arguments.capacity;
   const int lane = lane_index();
   unsigned looked_at = 0;

@@ -97,21 +97,23 @@ __device__ __forceinline__ void record_violations(const LaunchContext& launch, b
   }
 }
 
-// One launch begins. Its first thread publishes what the launches before it counted and counts
-// this one. Call it from every kernel that is the first of a launch.
+// The counters of a launch. Every kernel that is the first of a launch calls count_launch once, from
+// all threads. It publishes what the launches before this one counted, and counts this one. The last
+// thread of the first block does so: in a small launch its warp is the least busy.
 __device__ __forceinline__ void count_launch(const LaunchContext& launch) {
-  if (blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
-  int64_t* slots = reinterpret_cast<int64_t*>(launch.slot_run_counter);
-  int64_t* launches = reinterpret_cast<int64_t*>(launch.kernel_run_counter);
+  if (blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != blockDim.x - 1) return;
   if (launch.counter_mirror != 0) {
+    const int64_t slots = load_now(reinterpret_cast<const int64_t*>(launch.slot_run_counter));
+    const int64_t launches =
+        load_now(reinterpret_cast<const int64_t*>(launch.kernel_run_counter));
     volatile int64_t* mirror = reinterpret_cast<volatile int64_t*>(launch.counter_mirror);
-    mirror[0] = *reinterpret_cast<volatile int64_t*>(slots);
-    mirror[1] = *reinterpret_cast<volatile int64_t*>(launches);
+    mirror[0] = slots;
+    mirror[1] = launches;
   }
-  atomicAdd(reinterpret_cast<unsigned long long*>(launches), 1ull);
+  atomicAdd(reinterpret_cast<unsigned long long*>(launch.kernel_run_counter), 1ull);
 }
 
-// Called by one thread of a block.
+// Called by one thread of a block or a warp, for all of it.
 __device__ __forceinline__ void count_slots(const LaunchContext& launch, uint64_t slots) {
   if (slots == 0) return;
   atomicAdd(reinterpret_cast<unsigned long long*>(launch.slot_run_counter),
