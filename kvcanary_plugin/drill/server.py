@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Final, Protocol, Self
+from typing import ClassVar, Final, Self
 
 from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.dialect import SGLANG, Dialect
@@ -58,32 +59,34 @@ _ENGINE_ENV: Final = {
 }
 # Reads from a pipe that only this process can write to: it ends when this process does, however.
 _KILL_GROUP_AT_END_OF_INPUT: Final = 'read -r _; kill -s KILL -- "-$0"'
-# SGLang loads only the plugins named here; this name is nobody's.
-_NO_PLUGIN_ENV: Final = {"SGLANG_PLUGINS": "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSpec:
-    """What to start. Hashable: equal specs may share a server.
+class EngineSpec(ABC):
+    """What to start, whatever the engine. Hashable: equal specs may share a server.
 
     Fields:
-        model: one of :data:`MODELS`.
-        flags: further ``sglang.launch_server`` flags; they win over the common ones.
+        model: one of the engine's packaged models.
+        flags: further flags of the server; they win over the common ones.
         env: further environment variables as (name, value) pairs.
         kvcanary_config: file handed over as ``--kvcanary-config``.
         plugin: whether the server loads the kvcanary plugin at all.
     """
 
-    model: str = "tiny-llama"
+    models: ClassVar[tuple[str, ...]]
+    # What keeps the engine from loading any plugin.
+    no_plugin_env: ClassVar[Mapping[str, str]]
+
+    model: str
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     kvcanary_config: Path | None = None
     plugin: bool = True
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
+        if self.model not in self.models:
             raise ValueError(
-                f"kvcanary: model ... got {self.model!r}; allowed {', '.join(MODELS)}; "
+                f"kvcanary: model ... got {self.model!r}; allowed {', '.join(self.models)}; "
                 f"do name one of them"
             )
         if self.kvcanary_config is not None and not self.plugin:
@@ -94,8 +97,8 @@ class ServerSpec:
 
     def command(self, *, model_path: Path, host: str, port: int) -> list[str]:
         """The command line of the server; ``model_path`` as :func:`write_model` makes it."""
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
-        command += ["--host", host, "--port", str(port), *_ENGINE_FLAGS]
+        command = [*self.program(model_path), "--host", host, "--port", str(port)]
+        command += self.engine_flags()
         if self.kvcanary_config is not None:
             command += ["--kvcanary-config", str(self.kvcanary_config)]
         return [*command, *self.flags]
@@ -105,12 +108,45 @@ class ServerSpec:
         environment = dict(os.environ)
         # Another server's metrics directory must not become this one's.
         environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
-        environment |= _ENGINE_ENV
+        environment |= self.engine_environment()
+        if not self.plugin:
+            environment |= self.no_plugin_env
+        return environment | dict(self.env)
+
+    @abstractmethod
+    def program(self, model_path: Path) -> list[str]:
+        """What is run, with the model."""
+
+    @abstractmethod
+    def engine_flags(self) -> Sequence[str]:
+        """Flags that every server of the engine gets."""
+
+    @abstractmethod
+    def engine_environment(self) -> dict[str, str]:
+        """Variables that every server of the engine gets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec(EngineSpec):
+    """An SGLang server to start; ``model`` is one of :data:`MODELS`."""
+
+    models: ClassVar[tuple[str, ...]] = MODELS
+    # SGLang loads only the plugins named here; this name is nobody's.
+    no_plugin_env: ClassVar[Mapping[str, str]] = MappingProxyType({"SGLANG_PLUGINS": "none"})
+
+    model: str = "tiny-llama"
+
+    def program(self, model_path: Path) -> list[str]:
+        return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+
+    def engine_flags(self) -> Sequence[str]:
+        return _ENGINE_FLAGS
+
+    def engine_environment(self) -> dict[str, str]:
+        environment = dict(_ENGINE_ENV)
         if self.model in _EXTERNAL_MODEL_PACKAGES:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = _EXTERNAL_MODEL_PACKAGES[self.model]
-        if not self.plugin:
-            environment |= _NO_PLUGIN_ENV
-        return environment | dict(self.env)
+        return environment
 
 
 # Configurations that are known to run on a CPU.
@@ -137,20 +173,6 @@ class ServerError(RuntimeError):
     """The server did not do what was asked; the message ends with the tail of its log."""
 
 
-class LaunchSpec(Protocol):
-    """What a server is started with, whatever the engine."""
-
-    @property
-    def model(self) -> str:
-        """One of the packaged models."""
-
-    def command(self, *, model_path: Path, host: str, port: int) -> list[str]:
-        """The command line of the server; ``model_path`` as :func:`write_model` makes it."""
-
-    def environment(self) -> dict[str, str]:
-        """The environment of the server."""
-
-
 class EngineServer:
     """A running server: ``with SGLangServer(spec, log_path=path) as server: server.url``.
 
@@ -164,7 +186,7 @@ class EngineServer:
 
     def __init__(
         self,
-        spec: LaunchSpec,
+        spec: EngineSpec,
         *,
         log_path: Path,
         start_timeout_seconds: float = 300.0,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from kvcanary_plugin.drill.dialect import VLLM
 from kvcanary_plugin.drill.server import (
@@ -19,6 +19,7 @@ from kvcanary_plugin.drill.server import (
     CONTEXT_LENGTH,
     MAX_RUNNING_REQUESTS,
     EngineServer,
+    EngineSpec,
 )
 
 MODELS: Final = ("vllm-gemma3", "vllm-llama")
@@ -48,8 +49,6 @@ _ENGINE_ENV: Final = {
     # The drill forgets cached prefixes over HTTP.
     "VLLM_SERVER_DEV_MODE": "1",
 }
-# vLLM loads only the plugins named here; this name is nobody's.
-_NO_PLUGIN_ENV: Final = {"VLLM_PLUGINS": "none"}
 # Where `make venv-vllm` puts the Triton that the V2 runner needs, apart from what V1 imports.
 _TRITON_DIRECTORY: Final = Path(sys.prefix) / "triton-interpreter"
 
@@ -57,61 +56,36 @@ RunnerKind = Literal["v1", "v2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMServerSpec:
-    """What to start. Hashable: equal specs may share a server.
+class VLLMServerSpec(EngineSpec):
+    """A vLLM server to start; ``model`` is one of :data:`MODELS`.
 
     Fields:
-        model: one of :data:`MODELS`.
         runner: which of vLLM's model runners; v2 runs its kernels in Triton's interpreter.
-        flags: further ``vllm serve`` flags; they win over the common ones.
-        env: further environment variables as (name, value) pairs.
-        kvcanary_config: file handed over as ``--kvcanary-config``.
-        plugin: whether the server loads the kvcanary plugin at all.
     """
+
+    models: ClassVar[tuple[str, ...]] = MODELS
+    # vLLM loads only the plugins named here; this name is nobody's.
+    no_plugin_env: ClassVar[Mapping[str, str]] = MappingProxyType({"VLLM_PLUGINS": "none"})
 
     model: str = "vllm-llama"
     runner: RunnerKind = "v1"
-    flags: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    kvcanary_config: Path | None = None
-    plugin: bool = True
 
-    def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(
-                f"kvcanary: model ... got {self.model!r}; allowed {', '.join(MODELS)}; "
-                f"do name one of them"
-            )
-        if self.kvcanary_config is not None and not self.plugin:
-            raise ValueError(
-                "kvcanary: plugin ... got False with a kvcanary_config; allowed True; "
-                "do leave the config out to measure without the plugin"
-            )
+    def program(self, model_path: Path) -> list[str]:
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)]
 
-    def command(self, *, model_path: Path, host: str, port: int) -> list[str]:
-        """The command line of the server; ``model_path`` as ``write_model`` makes it."""
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)]
-        command += ["--host", host, "--port", str(port), *_ENGINE_FLAGS]
-        if self.kvcanary_config is not None:
-            command += ["--kvcanary-config", str(self.kvcanary_config)]
-        return [*command, *self.flags]
+    def engine_flags(self) -> Sequence[str]:
+        return _ENGINE_FLAGS
 
-    def environment(self) -> dict[str, str]:
-        """The environment of the server: this process's own with what the spec adds."""
-        environment = dict(os.environ)
-        # Another server's metrics directory must not become this one's.
-        environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
-        environment |= _ENGINE_ENV
+    def engine_environment(self) -> dict[str, str]:
+        environment = dict(_ENGINE_ENV)
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if self.runner == "v2" else "0"
         if self.runner == "v2":
-            path = environment.get("PYTHONPATH")
+            path = os.environ.get("PYTHONPATH")
             environment["PYTHONPATH"] = os.pathsep.join(
                 [str(_TRITON_DIRECTORY), *([path] if path else [])]
             )
             environment["TRITON_INTERPRET"] = "1"
-        if not self.plugin:
-            environment |= _NO_PLUGIN_ENV
-        return environment | dict(self.env)
+        return environment
 
 
 # Configurations that are known to run on a CPU.
