@@ -1,4 +1,4 @@
-# Everything runs from .venv, which `make venv` builds; the other targets bring it up to date first.
+# Everything runs from .venv and .venv-vllm, one engine each; targets bring theirs up to date first.
 #   make venv PYTHON=python3.12      builds it from that interpreter (3.11 to 3.13; default python3)
 
 VENV := .venv
@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 VENV_VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm test-vllm demo test soak bench bench-gpu lint clean
+.PHONY: help venv venv-vllm demo demo-vllm test test-vllm soak soak-vllm bench bench-gpu lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,14 +21,22 @@ venv-vllm: ## build .venv-vllm: the vLLM engine for CPU, this package (editable)
 demo: venv ## serve traffic under the canary, plant faults, show that each is reported
 	$(VENV)/bin/kvcanary demo
 
-test: venv ## run the tests (all but those marked soak)
-	$(PY) -m pytest tests
+demo-vllm: venv-vllm ## the same with a vLLM server
+	$(VENV_VLLM)/bin/kvcanary demo
 
-test-vllm: venv-vllm ## run the tests of the vLLM hook, with real vLLM servers
-	$(VENV_VLLM)/bin/python -m pytest tests/vllm
+# One engine after the other: each run ends with pytest's own summary.
+test: venv venv-vllm ## run the tests with real servers of both engines (all but those marked soak)
+	$(PY) -m pytest tests --ignore=tests/vllm
+	REQUIRE_VLLM=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
+
+test-vllm: venv-vllm ## run the tests of the vLLM hook alone
+	REQUIRE_VLLM=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
 
 soak: venv ## serve 20,000 forwards of healthy traffic: one violation is a failure
 	$(VENV)/bin/kvcanary soak
+
+soak-vllm: venv-vllm ## the same with a vLLM server
+	$(VENV_VLLM)/bin/kvcanary soak
 
 bench: venv ## measure the CPU kernels
 	$(PY) -m benchmarks.cpu

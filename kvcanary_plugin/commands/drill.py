@@ -6,22 +6,20 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvcanary_plugin.commands.parsers import Subparsers
+from kvcanary_plugin.commands.parsers import Subparsers, add_engine_arguments, chosen_engine
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "drill",
         help="plant every fault in a server that it starts; print what was seen and when",
-        description="Starts a small SGLang server on the CPU, runs the drill's traffic without a"
+        description="Starts a small server on the CPU, runs the drill's traffic without a"
         " fault (which must be silent), then one fault after the other, each behind a twin that"
         " goes to the same place and does nothing there. Prints the detection matrix: fault,"
         " detected, steps until then, false alarms in the twin, violations by check. Exit status 1"
         " if a fault went unseen, or a twin alarmed.",
     )
-    parser.add_argument(
-        "--model", default="tiny-llama", help="packaged model: tiny-llama (default) or tiny-swa"
-    )
+    add_engine_arguments(parser)
     parser.add_argument(
         "--markdown", action="store_true", help="print the matrix as a Markdown table, for docs"
     )
@@ -30,16 +28,17 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from kvcanary_plugin.drill import matrix
-    from kvcanary_plugin.drill.drill import Drill, every_case_for, write_drill_config
-    from kvcanary_plugin.drill.server import ServerSpec, SGLangServer
+    from kvcanary_plugin.drill.drill import Drill, write_drill_config
 
+    engine = chosen_engine(arguments)
+    model = arguments.model or engine.full_model
     with TemporaryDirectory(prefix="kvcanary-drill-") as name:
         directory = Path(name)
-        spec = ServerSpec(model=arguments.model, kvcanary_config=write_drill_config(directory))
-        with SGLangServer(spec, log_path=directory / "server.log") as server:
+        config = write_drill_config(directory)
+        with engine.start(model, config=config, log_path=directory / "server.log") as server:
             drill = Drill(server, directory)
             silent = drill.run_silent()
-            results = list(drill.run(every_case_for(arguments.model), with_twins=True))
+            results = list(drill.run(engine.every_case(model), with_twins=True))
     print((matrix.as_markdown if arguments.markdown else matrix.as_text)(results))
     print(f"\nSame traffic without a fault: {silent.violations} violations.")
     uncovered = ", ".join(matrix.uncovered_checks(results))

@@ -6,19 +6,19 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvcanary_plugin.commands.parsers import Subparsers
+from kvcanary_plugin.commands.parsers import Subparsers, add_engine_arguments, chosen_engine
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "soak",
         help="serve mixed traffic for many forwards; any violation is a failure",
-        description="Starts a small SGLang server on the CPU with every check on and every byte"
+        description="Starts a small server on the CPU with every check on and every byte"
         " compared, and sends mixed traffic (shared prefixes, chunked prompts, several turns,"
         " aborts) until so many forwards have run. Exit status 1 on the first violation.",
     )
     parser.add_argument("--forwards", type=int, default=20000, help="default 20000")
-    parser.add_argument("--model", default="tiny-swa", help="packaged model, default tiny-swa")
+    add_engine_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the traffic, default 0")
     parser.add_argument(
         "server_flags", nargs="*", help="further flags of the server, behind a lone --"
@@ -28,17 +28,17 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from kvcanary_plugin.drill.drill import write_drill_config
-    from kvcanary_plugin.drill.server import ServerSpec, SGLangServer
     from kvcanary_plugin.drill.soak import run_soak
 
+    engine = chosen_engine(arguments)
     with TemporaryDirectory(prefix="kvcanary-soak-") as name:
         directory = Path(name)
-        spec = ServerSpec(
-            model=arguments.model,
+        with engine.start(
+            arguments.model or engine.swa_model,
+            config=write_drill_config(directory),
+            log_path=directory / "server.log",
             flags=tuple(arguments.server_flags),
-            kvcanary_config=write_drill_config(directory),
-        )
-        with SGLangServer(spec, log_path=directory / "server.log") as server:
+        ) as server:
             result = run_soak(
                 server,
                 forwards=arguments.forwards,

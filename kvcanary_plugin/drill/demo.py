@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -11,13 +11,14 @@ from typing import Any, Final
 from kvcanary_plugin.drill.drill import (
     Drill,
     DrillResult,
+    FaultCase,
     SilentResult,
     as_table,
-    cases_for,
     write_drill_config,
 )
+from kvcanary_plugin.drill.engines import Engine
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
-from kvcanary_plugin.drill.server import ServerSpec, SGLangServer
+from kvcanary_plugin.drill.server import EngineServer
 from kvcanary_plugin.drill.traffic import TrafficSpec, run_traffic
 from kvcanary_plugin.metrics import (
     FORWARDS,
@@ -37,18 +38,20 @@ _DRAIN_SECONDS: Final = 0.5
 Say = Callable[[str], None]
 
 
-def run_demo(*, model: str = "tiny-llama", say: Say = print) -> int:
+def run_demo(engine: Engine, *, model: str, say: Say = print) -> int:
     """Serve, plant, report. Returns 0 only if all of it came out as promised."""
     with TemporaryDirectory(prefix="kvcanary-demo-") as name:
         directory = Path(name)
         config = write_drill_config(directory)
-        say(f"Starting a real SGLang server on the CPU ({model}, random weights) under the canary.")
-        spec = ServerSpec(model=model, kvcanary_config=config)
-        with SGLangServer(spec, log_path=directory / "server.log") as server:
+        say(
+            f"Starting a real {engine.title} server on the CPU ({model}, random weights)"
+            " under the canary."
+        )
+        with engine.start(model, config=config, log_path=directory / "server.log") as server:
             say(f"Up after {server.startup_seconds:.0f} s at {server.url}; metrics at /metrics.\n")
             problems = _healthy_phase(server, say)
             drill = Drill(server, directory)
-            problems += _fault_phase(drill, model, say)
+            problems += _fault_phase(drill, engine.cases(model), say)
             _show_metrics(server, say)
             problems += _report_in_log(server, say)
         for problem in problems:
@@ -61,9 +64,9 @@ def run_demo(*, model: str = "tiny-llama", say: Say = print) -> int:
         return 1 if problems else 0
 
 
-def _healthy_phase(server: SGLangServer, say: Say) -> list[str]:
+def _healthy_phase(server: EngineServer, say: Say) -> list[str]:
     say("Healthy phase: concurrent requests, shared prefixes, long prompts in chunks, aborts.")
-    result = run_traffic(server.url, _HEALTHY_TRAFFIC)
+    result = run_traffic(server.url, _HEALTHY_TRAFFIC, dialect=server.dialect)
     time.sleep(_DRAIN_SECONDS)
     snapshot = MetricsSnapshot.parse(server.metrics())
     verified = int(snapshot.total(SLOTS_VERIFIED))
@@ -99,13 +102,13 @@ def _unguarded(snapshot: MetricsSnapshot) -> list[str]:
     return problems
 
 
-def _fault_phase(drill: Drill, model: str, say: Say) -> list[str]:
+def _fault_phase(drill: Drill, cases: Sequence[FaultCase], say: Say) -> list[str]:
     silent = drill.run_silent()
     say(f"The drill's own traffic without a fault: {_as_text(silent)}.")
     problems = [f"silent run: {silent.violations} violations"] if silent.violations else []
     say("Planting faults, one after the other:\n")
     results: list[DrillResult] = []
-    for result in drill.run(cases_for(model)):
+    for result in drill.run(cases):
         results.append(result)
         say(f"  {result.case.title}: {_as_words(result)}")
     say(f"\n{as_table(results)}\n")
@@ -135,7 +138,7 @@ def _as_words(result: DrillResult) -> str:
     )
 
 
-def _show_metrics(server: SGLangServer, say: Say) -> None:
+def _show_metrics(server: EngineServer, say: Say) -> None:
     say("From the server's /metrics:")
     for line in server.metrics().splitlines():
         if line.startswith(VIOLATIONS) and not line.endswith(" 0.0"):
@@ -143,7 +146,7 @@ def _show_metrics(server: SGLangServer, say: Say) -> None:
     say("")
 
 
-def _report_in_log(server: SGLangServer, say: Say) -> list[str]:
+def _report_in_log(server: EngineServer, say: Say) -> list[str]:
     reports = [line for line in server.log().splitlines() if "real_kv violation" in line]
     if not reports:
         return ["no report of the flipped byte in the server's log"]

@@ -204,17 +204,6 @@ class DrillServer(Protocol):
         """Text of its /metrics."""
 
 
-def cases_for(model: str) -> tuple[FaultCase, ...]:
-    """The faults that make sense on a packaged model."""
-    return FULL_CASES + SWA_CASES if model == "tiny-swa" else FULL_CASES
-
-
-def every_case_for(model: str) -> tuple[FaultCase, ...]:
-    """All faults that can be planted in an SGLang server with a packaged model."""
-    guards = GUARD_CASES + SWA_GUARD_CASES if model == "tiny-swa" else GUARD_CASES
-    return cases_for(model) + guards
-
-
 def write_drill_config(directory: Path, **overrides: Any) -> Path:
     """Settings for a drill in ``directory``: all checks on, all rows reported, faults allowed."""
     settings: dict[str, Any] = {

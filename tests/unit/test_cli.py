@@ -162,3 +162,27 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for command in COMMANDS:
         name = command.__name__.rsplit(".", 1)[1].replace("_", "-")
         assert re.search(rf"^    {name}\s", text, re.MULTILINE), name
+
+
+def test_a_server_of_an_engine_that_is_not_there_ends_with_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcanary_plugin.drill import engines
+
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    for command in ("demo", "drill", "soak"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--engine", "vllm"])
+        assert ended.value.code == 2
+        assert "make venv-vllm" in capsys.readouterr().err
+
+
+def test_without_a_name_the_engine_that_is_installed_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvcanary_plugin.drill import engines
+
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name == "vllm" or None)
+    assert engines.installed_engine(None) is engines.VLLM
+    with pytest.raises(engines.NoEngineError, match="SGLang"):
+        engines.installed_engine("sglang")
