@@ -31,7 +31,12 @@ from kvcanary_plugin.kernels import (
     launch_canary_seal_kernel,
     launch_canary_write_kernel,
 )
-from kvcanary_plugin.kernels.consts import PADDING_SLOT, RECORD_FIELDS, UNKNOWN
+from kvcanary_plugin.kernels.consts import (
+    FIELD_REAL_KV_HASH,
+    PADDING_SLOT,
+    RECORD_FIELDS,
+    UNKNOWN,
+)
 from kvcanary_plugin.kernels.packing import read_bytes
 from kvcanary_plugin.kernels.reference import STATE_MASK
 
@@ -254,6 +259,19 @@ def adopt(
     )
     external = torch.full((count,), int(SlotState.EXTERNAL), dtype=torch.uint8, device=device)
     _set_states(guard, slots, external)
+
+
+def take_folds_along(guard: GroupGuard, slots: torch.Tensor, carried: CarriedRecords) -> None:
+    """The engine has moved bytes to ``slots`` (int64 [n], on the device), which have new records.
+
+    The folds of ``carried``, exported where the bytes were, become theirs: a move that went wrong
+    is seen by whoever looks at the bytes next.
+    """
+    real, inside = _real_slots(guard, slots)
+    folds = _fields(guard)[:, FIELD_REAL_KV_HASH]
+    moved = carried.records[:, FIELD_REAL_KV_HASH]
+    folds[inside] = torch.where(real, moved, folds[inside])
+    _set_states(guard, slots, carried.states)
 
 
 class ExternalSlots:

@@ -29,7 +29,7 @@ class EngineGate:
     ) -> None:
         self._device = device
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the engine's thread, `engine_works` in itself
         self._engine_is_inside = False
         self._left_at: float | None = None
         cuda: Any = torch.cuda if device.type == "cuda" else None

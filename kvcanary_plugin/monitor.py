@@ -23,6 +23,7 @@ from kvcanary_plugin.carried import (
     adopt,
     export_records,
     import_records,
+    take_folds_along,
     verify_bytes,
 )
 from kvcanary_plugin.config import CanaryConfig
@@ -123,6 +124,7 @@ class CanaryMonitor:
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self._prefix_hasher = PrefixHasher()
         self._step: ForwardStep | None = None
+        self._tree: ForwardStep | None = None  # the last forward, if its drafts are a tree
         self._result = ForwardResult.UNCHECKED
 
     def before_forward(self, step: ForwardStep) -> None:
@@ -132,6 +134,7 @@ class CanaryMonitor:
         if step.kind is ForwardKind.DUMMY:
             step = _with_dummy_uids(step)
         self._step = step
+        self._tree = step if step.drafts_a_tree else None
         self._result = ForwardResult.UNCHECKED
         if self.blind_because is not None:
             return
@@ -176,6 +179,44 @@ class CanaryMonitor:
         kind = step.kind if step is not None else ForwardKind.UNKNOWN
         self.forward_counts[kind, self._result] += 1
 
+    def keep_drafts(self, path: torch.Tensor) -> None:
+        """The engine has chosen among the trees of drafts that the last forward wrote.
+
+        It has moved the K/V of the chosen nodes to the front of each request's slots, in the same
+        :meth:`engine_works`. They get records that continue the request's chain; what was not
+        chosen is written again before anybody reads it.
+
+        Args:
+            path: int32 | int64 [bs, depth], indices into the flat tokens of that forward, from the
+                root on; -1 behind the end of each path.
+        """
+        step, self._tree = self._tree, None
+        if step is None or self.blind_because is not None:
+            return
+        with self.guard_errors("launch"):
+            requests, depth = path.shape
+            nodes = path.reshape(-1).to(torch.int64)
+            chosen = nodes >= 0
+            nodes = nodes.clamp(min=0)
+            rows = self.guards[0].write_plan.write_offsets.shape[0]
+            offsets = torch.arange(rows, device=path.device) * depth
+            for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
+                before = export_records(guard, out_cache_loc[nodes])
+                front = out_cache_loc.view(requests, -1)[:, :depth].reshape(-1)
+                slots = torch.where(chosen, front, torch.full_like(front, UNKNOWN))
+                launch_canary_write_kernel(
+                    context=guard.context(LaunchTag.WRITE),
+                    plan=replace(guard.write_plan, write_offsets=offsets),
+                    input_ids=step.input_ids[nodes],
+                    positions=step.positions[nodes],
+                    out_cache_loc=slots,
+                    enable_write_input_assert=False,
+                    expected_input_tokens=None,
+                    expected_input_positions=None,
+                    step=step.step,
+                )
+                take_folds_along(guard, slots, before)
+
     def on_idle(self) -> None:
         """Called now and then by a thread of its own: an idle engine scrubs too."""
         if self.blind_because is None and self._config.mode != "off":
@@ -189,6 +230,15 @@ class CanaryMonitor:
             return
         with self.guard_errors("oracle"):
             self.history.record_sampled(request_rows, positions, tokens)
+
+    @contextmanager
+    def engine_works(self) -> Iterator[None]:
+        """Around what the engine does to K/V outside of a forward, records included.
+
+        Nothing looks at bytes that have changed before their records have followed.
+        """
+        with self._gate.engine_works():
+            yield
 
     def copy_slots(self, index: int, source: torch.Tensor, destination: torch.Tensor) -> None:
         """The engine has copied K/V (int64 [n] slots each): the records go with it.
@@ -341,6 +391,8 @@ class CanaryMonitor:
         step: ForwardStep,
     ) -> None:
         tokens, positions = expected if expected is not None else (None, None)
+        if step.drafts_a_tree:
+            guard.chain_position_assert.zero_()
         launch_canary_write_kernel(
             context=guard.context(LaunchTag.WRITE),
             plan=guard.write_plan,
@@ -352,6 +404,8 @@ class CanaryMonitor:
             expected_input_positions=positions,
             step=step.step,
         )
+        if step.drafts_a_tree:
+            guard.chain_position_assert.fill_(1)
 
     def _seal(self, guard: GroupGuard, out_cache_loc: torch.Tensor, step: ForwardStep) -> None:
         launch_canary_seal_kernel(

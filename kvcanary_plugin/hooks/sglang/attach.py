@@ -6,13 +6,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.hooks.sglang import flag, versions
 from kvcanary_plugin.hooks.sglang.allocators import follow, followable
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
+from kvcanary_plugin.hooks.sglang.copies import PoolCopies, follow_copies
+from kvcanary_plugin.hooks.sglang.features import features_in_use, speculates
 from kvcanary_plugin.hooks.sglang.pools import guarded_pools
 from kvcanary_plugin.metrics import RankLabels
+from kvcanary_plugin.monitor import CanaryMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,8 @@ class Session:
     def __init__(self, config: CanaryConfig, model_runner: Any) -> None:
         pools = guarded_pools(model_runner)
         unguarded = [UnguardedGroup(group.name, group.reason) for group in pools.unsupported]
+        for feature in features_in_use(model_runner.server_args):
+            unguarded += [UnguardedGroup(name, reason) for name, reason in feature.unguarded]
         self._canary = Canary(
             config=config,
             config_path=flag.config_path(),
@@ -45,7 +52,12 @@ class Session:
             else None
         )
 
-        self._follow_allocators(model_runner)
+        self._copies: PoolCopies | None = None
+        if self._canary.monitor is not None:
+            self._follow_allocators(model_runner, self._canary.monitor)
+            self._copies = follow_copies(model_runner.token_to_kv_pool, self._canary.monitor)
+            if speculates(model_runner.server_args):
+                setattr(model_runner.token_to_kv_pool_allocator, _ATTRIBUTE, self)
 
     def forward(self, run: Callable[[], Any], forward_batch: Any) -> Any:
         """The engine's forward ``run`` with the canary's steps around it."""
@@ -54,6 +66,20 @@ class Session:
         self._end_requests_that_were_hit()
         with self._canary.around_forward(lambda: self._translate(forward_batch)):
             return run()
+
+    def keep_drafts(self, move: Callable[[], Any], path: torch.Tensor) -> Any:
+        """The engine's ``move`` puts the K/V of accepted drafts into place: so do the records."""
+        monitor = self._canary.monitor
+        if monitor is None or self._copies is None:
+            return move()
+        with monitor.engine_works():
+            self._copies.moves_are_followed = False
+            try:
+                result = move()
+            finally:
+                self._copies.moves_are_followed = True
+            monitor.keep_drafts(path)
+        return result
 
     def sampled(self, forward_batch: Any, tokens: Any) -> None:
         """Tell the oracle which token comes next for each request of the batch."""
@@ -79,11 +105,10 @@ class Session:
                     "kvcanary: the KV cache of this request is corrupted; send it again", 500
                 )
 
-    def _follow_allocators(self, model_runner: Any) -> None:
-        if self._canary.monitor is None:
-            return
+    @staticmethod
+    def _follow_allocators(model_runner: Any, monitor: CanaryMonitor) -> None:
         parts = followable(model_runner.token_to_kv_pool_allocator)
-        for guard in self._canary.monitor.guards:
+        for guard in monitor.guards:
             if guard.group.tracks_allocation:
                 follow(parts[guard.group.name], guard.events)
             else:
@@ -105,7 +130,11 @@ def after_pools_ready(_result: Any, model_runner: Any, *_args: Any, **_kwargs: A
     if config is None:
         return
     if getattr(model_runner, "is_draft_worker", False):
-        logger.warning("kvcanary: the draft model's KV pool is not guarded")
+        return  # the target model's session shows its pool as unsupported
+    if speculates(model_runner.server_args) and not _hooked(
+        versions.KEEP_DRAFTS, around_move_drafts
+    ):
+        refuse_or_show_unsupported(config, versions.lacks(versions.KEEP_DRAFTS))
         return
     setattr(model_runner, _ATTRIBUTE, Session(config, model_runner))
 
@@ -136,6 +165,32 @@ def after_sample(
     session: Session | None = getattr(model_runner, _ATTRIBUTE, None)
     if session is not None:
         session.sampled(forward_batch, tokens)
+
+
+def around_move_drafts(
+    original: Callable[..., Any],
+    batch: Any,
+    accept_index: torch.Tensor,
+    num_correct_drafts: torch.Tensor,
+    allocator: Any,
+) -> Any:
+    """AROUND ``move_accept_tokens_to_target_kvcache``."""
+
+    def move() -> Any:
+        return original(batch, accept_index, num_correct_drafts, allocator)
+
+    session: Session | None = getattr(allocator, _ATTRIBUTE, None)
+    return move() if session is None else session.keep_drafts(move, accept_index)
+
+
+def _hooked(target: str, around: Callable[..., Any]) -> bool:
+    """Whether ``target`` exists; from now on ``around`` is around it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if target not in HookRegistry._patched:
+        HookRegistry.register(target, around, HookType.AROUND)
+        HookRegistry.apply_hooks()
+    return target in HookRegistry._patched
 
 
 def refuse_or_show_unsupported(config: CanaryConfig, reason: str) -> None:

@@ -56,6 +56,7 @@ class BatchTranslator:
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         rows = groups[0].page_table.shape[0]
         self._ones = torch.ones(rows, dtype=torch.int64, device=self._device)
+        self._drafts: dict[int, torch.Tensor] = {}
         self._decode_prefix = torch.empty(rows, dtype=torch.int64, device=self._device)
         self._translated = {
             index: torch.empty(max_tokens, dtype=torch.int64, device=self._device)
@@ -91,6 +92,8 @@ class BatchTranslator:
             return self._decode_step(forward_batch)
         if mode.is_extend_without_speculative() and not mode.is_split_prefill():
             return self._extend_step(forward_batch)
+        if mode.is_target_verify():
+            return self._verify_step(forward_batch)
         raise UnsupportedForward(f"forward mode {mode.name} is not supported")
 
     def _decode_step(self, batch: Any) -> ForwardStep:
@@ -110,6 +113,28 @@ class BatchTranslator:
             host_extend=np.ones(size, dtype=np.int64) if host_prefix is not None else None,
             host_tokens=(),
             rebuild_identity=False,
+        )
+
+    def _verify_step(self, batch: Any) -> ForwardStep:
+        """The target model runs over drafts: as many tokens for each request, behind its own."""
+        size = int(batch.batch_size)
+        count = int(batch.spec_info.draft_token_num)
+        extend = self._drafts.get(count)
+        if extend is None:
+            extend = self._drafts[count] = self._ones * count
+        lens_on_host = getattr(batch, "seq_lens_cpu", None)
+        return self._step_of(
+            batch,
+            kind=ForwardKind.VERIFY if getattr(batch, "rids", None) else ForwardKind.DUMMY,
+            prefix=batch.seq_lens[:size],
+            extend=extend[:size],
+            # The host may lag behind the device, and positions continue the chain's anyway.
+            host_prefix=None,
+            host_extend=None,
+            host_tokens=(),
+            rebuild_identity=False,
+            max_prefix_len=int(lens_on_host[:size].max()) if lens_on_host is not None else None,
+            drafts_a_tree=batch.spec_info.tree_topk != 1,
         )
 
     def _extend_step(self, batch: Any) -> ForwardStep:
@@ -142,9 +167,13 @@ class BatchTranslator:
         host_extend: Int64Array | None,
         host_tokens: tuple[HostTokens, ...],
         rebuild_identity: bool,
+        max_prefix_len: int | None = None,
+        drafts_a_tree: bool = False,
     ) -> ForwardStep:
         identity = self._identity_of(batch, rebuild=rebuild_identity)
-        width = self._groups[0].page_table.shape[1]
+        if max_prefix_len is None:
+            width = self._groups[0].page_table.shape[1]
+            max_prefix_len = int(host_prefix.max()) if host_prefix is not None else width
         return ForwardStep(
             kind=kind,
             step=self._step,
@@ -152,7 +181,7 @@ class BatchTranslator:
             request_uids=identity.uids,
             prefix_lens=prefix,
             extend_lens=extend,
-            max_prefix_len=int(host_prefix.max()) if host_prefix is not None else width,
+            max_prefix_len=max_prefix_len,
             input_ids=batch.input_ids,
             positions=batch.positions,
             out_cache_loc=tuple(
@@ -162,6 +191,7 @@ class BatchTranslator:
             host_prefix_lens=host_prefix,
             host_extend_lens=host_extend,
             host_tokens=host_tokens,
+            drafts_a_tree=drafts_a_tree,
         )
 
     def _slots_in(self, group_index: int, out_cache_loc: torch.Tensor) -> torch.Tensor:

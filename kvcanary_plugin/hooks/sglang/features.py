@@ -1,30 +1,161 @@
-"""Server settings under which SGLang fills slots where this hook does not look."""
+"""What this hook covers of the ways in which SGLang fills slots outside of a plain forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-# Setting, whether its value switches the feature on, why it is refused: a canary that misses writes
-# would alarm on slots that are fine.
-UNSUPPORTED_FEATURES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("speculative_algorithm", bool, "speculative decoding is not covered"),
-    ("enable_hierarchical_cache", bool, "load-back from a hierarchical cache is not covered"),
-    (
-        "disaggregation_mode",
-        lambda mode: mode not in (None, "null"),
+_CHAINS_OR_TREES = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
+_NGRAM = "NGRAM"
+
+
+class Coverage(StrEnum):
+    """How far slots that a feature fills are guarded."""
+
+    COVERED = "covered"
+    EXTERNAL = "external"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A way of running SGLang.
+
+    Fields:
+        name: how the docs call it.
+        is_on: whether these server settings switch it on.
+        coverage: what becomes of the slots that it fills. Under an unsupported feature nothing is
+            guarded, because a canary that misses writes would alarm on slots that are fine.
+        note: what is done, or why it is not.
+        unguarded: (group, reason) of what stays unguarded beside the rest.
+    """
+
+    name: str
+    is_on: Callable[[Any], bool]
+    coverage: Coverage
+    note: str
+    unguarded: tuple[tuple[str, str], ...] = ()
+
+
+def _has(setting: str) -> Callable[[Any], bool]:
+    return lambda server_args: bool(getattr(server_args, setting, None))
+
+
+def _speculates(*algorithms: str) -> Callable[[Any], bool]:
+    return lambda server_args: _algorithm(server_args) in algorithms
+
+
+def _algorithm(server_args: Any) -> str | None:
+    name = getattr(server_args, "speculative_algorithm", None)
+    return str(name).upper() if name else None
+
+
+def _speculates_otherwise(server_args: Any) -> bool:
+    algorithm = _algorithm(server_args)
+    return algorithm is not None and algorithm not in {*_CHAINS_OR_TREES, _NGRAM}
+
+
+def _speculates_in_a_pipeline(server_args: Any) -> bool:
+    return _algorithm(server_args) is not None and getattr(server_args, "pp_size", 1) > 1
+
+
+def _drafts_trees_in_several_layers(server_args: Any) -> bool:
+    topk = getattr(server_args, "speculative_eagle_topk", None) or 1
+    return bool(getattr(server_args, "enable_multi_layer_eagle", False)) and topk > 1
+
+
+def _disaggregates(server_args: Any) -> bool:
+    return getattr(server_args, "disaggregation_mode", None) not in (None, "null")
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "speculation with n-gram drafts",
+        _speculates(_NGRAM),
+        Coverage.COVERED,
+        "what is accepted gets its records when the engine has moved it into place",
+    ),
+    Feature(
+        "speculation with a draft model (EAGLE, EAGLE3, NEXTN, STANDALONE)",
+        _speculates(*_CHAINS_OR_TREES),
+        Coverage.COVERED,
+        "the target model's slots, chains and trees of drafts; not those of the draft model",
+        unguarded=(
+            ("draft", "the draft model writes its pool inside its own CUDA graphs, step by step"),
+        ),
+    ),
+    Feature(
+        "speculation with other algorithms",
+        _speculates_otherwise,
+        Coverage.UNSUPPORTED,
+        "how this algorithm places accepted tokens is not known to the hook",
+    ),
+    Feature(
+        "speculation with pipeline parallelism",
+        _speculates_in_a_pipeline,
+        Coverage.UNSUPPORTED,
+        "stages learn what was accepted after they have run other batches",
+    ),
+    Feature(
+        "multi-layer EAGLE with trees",
+        _drafts_trees_in_several_layers,
+        Coverage.UNSUPPORTED,
+        "accepted tokens are not moved into place",
+    ),
+    Feature(
+        "hierarchical cache",
+        _has("enable_hierarchical_cache"),
+        Coverage.UNSUPPORTED,
+        "load-back from a hierarchical cache is not covered",
+    ),
+    Feature(
+        "prefill/decode disaggregation",
+        _disaggregates,
+        Coverage.UNSUPPORTED,
         "slots filled by prefill/decode disaggregation are not covered",
     ),
-    ("enable_pdmux", bool, "split prefill (pdmux) is not covered"),
-    ("enable_hisparse", bool, "hierarchical sparse attention is not covered"),
-    ("enable_lmcache", bool, "load-back from LMCache is not covered"),
-    ("dllm_algorithm", bool, "diffusion models are not covered"),
+    Feature(
+        "split prefill (pdmux)",
+        _has("enable_pdmux"),
+        Coverage.UNSUPPORTED,
+        "split prefill (pdmux) is not covered",
+    ),
+    Feature(
+        "hierarchical sparse attention",
+        _has("enable_hisparse"),
+        Coverage.UNSUPPORTED,
+        "slots are swapped with the host inside the attention",
+    ),
+    Feature(
+        "LMCache",
+        _has("enable_lmcache"),
+        Coverage.UNSUPPORTED,
+        "its connector writes slots without saying which tokens they hold",
+    ),
+    Feature(
+        "diffusion models",
+        _has("dllm_algorithm"),
+        Coverage.UNSUPPORTED,
+        "a block of tokens is computed again and again before it is final",
+    ),
 )
+
+
+def features_in_use(server_args: Any) -> tuple[Feature, ...]:
+    """The features that these settings switch on."""
+    return tuple(feature for feature in FEATURES if feature.is_on(server_args))
 
 
 def unsupported_feature(server_args: Any) -> str | None:
     """Why nothing can be guarded under these settings; None if nothing stands against it."""
-    for name, is_on, reason in UNSUPPORTED_FEATURES:
-        if is_on(getattr(server_args, name, None)):
-            return reason
+    for feature in features_in_use(server_args):
+        if feature.coverage is Coverage.UNSUPPORTED:
+            return f"{feature.name}: {feature.note}"
     return None
+
+
+def speculates(server_args: Any) -> bool:
+    """Whether drafts are verified."""
+    return _algorithm(server_args) is not None

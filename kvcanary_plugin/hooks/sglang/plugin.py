@@ -52,8 +52,4 @@ def _after_configure_scheduler(_result: Any, *_args: Any, **_kwargs: Any) -> Non
     HookRegistry.apply_hooks()
     missing = [t for t in versions.SCHEDULER_TARGETS if t not in HookRegistry._patched]
     if missing:
-        attach.refuse_or_show_unsupported(
-            config,
-            f"SGLang {versions.engine_version()} has no {', '.join(missing)}; "
-            "the versions that this plugin knows are listed in docs/operate.md",
-        )
+        attach.refuse_or_show_unsupported(config, versions.lacks(*missing))

@@ -13,6 +13,7 @@ CONFIGURE_SCHEDULER = "sglang.srt.managers.scheduler.configure_scheduler_process
 POOLS_READY = "sglang.srt.model_executor.model_runner.ModelRunner._init_post_memory_pool_components"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 SAMPLE = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
+KEEP_DRAFTS = "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache"
 NEW_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 
 MAIN_PROCESS_TARGETS = (ADD_CLI_ARGS, FROM_CLI_ARGS)
@@ -24,6 +25,14 @@ def engine_version() -> str:
     import sglang
 
     return str(sglang.__version__)
+
+
+def lacks(*targets: str) -> str:
+    """Why an engine without ``targets`` is not guarded."""
+    return (
+        f"SGLang {engine_version()} has no {', '.join(targets)}; "
+        "the versions that this plugin knows are listed in docs/operate.md"
+    )
 
 
 def rank_labels(model_runner: Any) -> RankLabels:

@@ -1,0 +1,64 @@
+"""Which ways of running SGLang are covered, by their server settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcanary_plugin.hooks.sglang.features import (
+    FEATURES,
+    Coverage,
+    features_in_use,
+    unsupported_feature,
+)
+
+
+def settings(**values: Any) -> Any:
+    return SimpleNamespace(**values)
+
+
+def test_a_plain_server_uses_none_of_them():
+    assert features_in_use(settings(speculative_algorithm=None, disaggregation_mode="null")) == ()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"speculative_algorithm": "DFLASH"},
+        {"speculative_algorithm": "EAGLE", "pp_size": 2},
+        {
+            "speculative_algorithm": "EAGLE",
+            "enable_multi_layer_eagle": True,
+            "speculative_eagle_topk": 4,
+        },
+        {"enable_hisparse": True},
+        {"enable_lmcache": True},
+        {"dllm_algorithm": "LowConfidence"},
+    ],
+)
+def test_settings_under_which_writes_go_unseen_are_unsupported(values: dict[str, Any]):
+    reason = unsupported_feature(settings(**values))
+    assert reason is not None
+    assert all(feature.note for feature in features_in_use(settings(**values)))
+
+
+@pytest.mark.parametrize(
+    ("values", "unguarded"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, []),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, ["draft"]),
+        ({"speculative_algorithm": "eagle3", "enable_multi_layer_eagle": True}, ["draft"]),
+    ],
+)
+def test_speculation_guards_the_target_model(values: dict[str, Any], unguarded: list[str]):
+    assert unsupported_feature(settings(**values)) is None
+    (feature,) = features_in_use(settings(**values))
+    assert feature.coverage is Coverage.COVERED
+    assert [name for name, _ in feature.unguarded] == unguarded
+
+
+def test_each_feature_has_a_name_of_its_own_and_a_note():
+    assert len({feature.name for feature in FEATURES}) == len(FEATURES)
+    assert all(feature.note for feature in FEATURES)
