@@ -115,22 +115,6 @@ def test_another_layout_of_a_known_class_is_unsupported():
     assert "hnd" in pools.unsupported[0].reason
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("speculative_algorithm", "EAGLE"),
-        ("enable_hierarchical_cache", True),
-        ("disaggregation_mode", "decode"),
-        ("enable_pdmux", True),
-        ("enable_lmcache", True),
-    ],
-)
-def test_settings_under_which_writes_go_unseen_are_unsupported(setting: str, value: object):
-    pools = guarded_pools(runner(mha(), **{setting: value}))
-    assert pools.groups == ()
-    assert "not covered" in pools.unsupported[0].reason
-
-
 def kinds(events: SlotEvents) -> list[tuple[EventKind, list[int]]]:
     return [(e.kind, [] if e.slots is None else e.slots.tolist()) for e in events.take()]
 
