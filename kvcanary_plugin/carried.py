@@ -221,11 +221,12 @@ def adopt(
     request_uid: int = UNKNOWN,
     identity_key: int = 0,
     step: int,
+    bytes_are_there: bool = True,
 ) -> None:
     """Take ``slots`` for what their reader believes they hold, and their bytes as they are.
 
-    The bytes must be there on the current stream. What was wrong before is not seen here; the token
-    history and the prefix identity of later readers are compared with these records.
+    What was wrong before is not seen here; the token history and the prefix identity of later
+    readers are compared with these records.
 
     Args:
         slots: int64 [n] on the device, of one sequence in its order.
@@ -235,6 +236,8 @@ def adopt(
         request_uid: the request that had them loaded; -1 leaves the slots without an owner.
         identity_key: identity key of the sequence.
         step: number of the last forward.
+        bytes_are_there: whether they are, on the current stream. If not, nothing looks at them
+            until the same is adopted again, with bytes.
     """
     device = guard.group.device
     count = slots.shape[0]
@@ -257,8 +260,8 @@ def adopt(
         expected_input_positions=None,
         step=step,
     )
-    external = torch.full((count,), int(SlotState.EXTERNAL), dtype=torch.uint8, device=device)
-    _set_states(guard, slots, external)
+    state = SlotState.EXTERNAL if bytes_are_there else SlotState.WRITTEN
+    _set_states(guard, slots, torch.full((count,), int(state), dtype=torch.uint8, device=device))
 
 
 def take_folds_along(guard: GroupGuard, slots: torch.Tensor, carried: CarriedRecords) -> None:

@@ -318,6 +318,7 @@ class CanaryMonitor:
         previous_slot: int = -1,
         request_uid: int = -1,
         identity_key: int = 0,
+        bytes_are_there: bool = True,
     ) -> None:
         """Somebody else has filled ``slots``; no records came along (``adopt``)."""
         if self.blind_because is None:
@@ -332,6 +333,7 @@ class CanaryMonitor:
                     request_uid=request_uid,
                     identity_key=identity_key,
                     step=self._last_step,
+                    bytes_are_there=bytes_are_there,
                 )
 
     def reconfigure(self, config: CanaryConfig) -> None:

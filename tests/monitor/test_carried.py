@@ -215,6 +215,21 @@ def test_adopted_slots_are_external_and_checked_from_then_on():
     assert found(read(world)) == {("real_kv", 41)}
 
 
+def test_bytes_that_come_after_the_record_are_looked_at_when_they_are_there():
+    source, world = prefilled(), World()
+    copy = host_copy(source, SLOTS)
+    adopt(world, bytes_are_there=False)
+    load(world, [rows[:2] for rows in copy], BACK[:2])
+    # They may come as late as within their first reader's forward.
+    world.put_row(2, BACK)
+    first_reader = Part(uid=2, row=2, tokens=[*PROMPT, 40], slots=[50], prefix=len(PROMPT))
+    assert world.forward(first_reader, meanwhile=lambda: load(world, copy, BACK)) == []
+    adopt(world)
+    assert read(world, uid=3) == []
+    world.bytes_of(world.full_kv[0], BACK[1])[0] ^= 1
+    assert found(read(world, uid=4)) == {("real_kv", BACK[1])}
+
+
 def test_an_adopted_prefix_of_another_prompt_is_found_at_its_reader():
     world = World()
     adopt(world, tokens=[11, 7, 8, 300, 0])
