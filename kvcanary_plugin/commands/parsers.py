@@ -27,6 +27,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--device``, and flags of the server behind a lone ``--``."""
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what the server runs on, default cpu; on cuda the packaged model is cuda-llama",
+    )
+    parser.add_argument(
+        "server_flags", nargs="*", help="further flags of the server, behind a lone --"
+    )
+
+
 def chosen_engine(arguments: argparse.Namespace) -> Engine:
     """What ``--engine`` names; ends the command where it is not installed."""
     from kvcanary_plugin.drill.engines import NoEngineError, installed_engine

@@ -6,23 +6,26 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvcanary_plugin.commands.parsers import Subparsers, add_engine_arguments, chosen_engine
+from kvcanary_plugin.commands.parsers import (
+    Subparsers,
+    add_device_arguments,
+    add_engine_arguments,
+    chosen_engine,
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "soak",
         help="serve mixed traffic for many forwards; any violation is a failure",
-        description="Starts a small server on the CPU with every check on and every byte"
+        description="Starts a small server with every check on and every byte"
         " compared, and sends mixed traffic (shared prefixes, chunked prompts, several turns,"
         " aborts) until so many forwards have run. Exit status 1 on the first violation.",
     )
     parser.add_argument("--forwards", type=int, default=20000, help="default 20000")
     add_engine_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the traffic, default 0")
-    parser.add_argument(
-        "server_flags", nargs="*", help="further flags of the server, behind a lone --"
-    )
+    add_device_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -30,14 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcanary_plugin.drill.drill import write_drill_config
     from kvcanary_plugin.drill.soak import run_soak
 
-    engine = chosen_engine(arguments)
+    engine, device = chosen_engine(arguments), arguments.device
+    on_cpu = device == "cpu"
     with TemporaryDirectory(prefix="kvcanary-soak-") as name:
         directory = Path(name)
         with engine.start(
-            arguments.model or engine.swa_model,
+            arguments.model or (engine.swa_model if on_cpu else engine.default_model(device)),
             config=write_drill_config(directory),
             log_path=directory / "server.log",
             flags=tuple(arguments.server_flags),
+            device=device,
         ) as server:
             result = run_soak(
                 server,

@@ -163,6 +163,7 @@ class DrillResult:
         steps_until_seen: forwards from the planting to the report; None if never reported.
         report: the first report line of the expected check at the planted slot and position.
         false_alarms: violations in the fault's silent twin; None if none was run.
+        tp_ranks: tensor-parallel ranks that counted any violation.
     """
 
     case: FaultCase
@@ -171,6 +172,7 @@ class DrillResult:
     steps_until_seen: int | None
     report: dict[str, Any] | None
     false_alarms: int | None = None
+    tp_ranks: tuple[int, ...] = ()
 
     @property
     def detected(self) -> bool:
@@ -225,10 +227,17 @@ def write_drill_config(directory: Path, **overrides: Any) -> Path:
 
 
 class Drill:
-    """Runs faults against a server that was started with :func:`write_drill_config`'s file."""
+    """Runs faults against a server that was started with :func:`write_drill_config`'s file.
 
-    def __init__(self, server: DrillServer, directory: Path) -> None:
+    Args:
+        server: runs.
+        directory: of the settings file.
+        tp_rank: tensor-parallel rank to plant on; None: all.
+    """
+
+    def __init__(self, server: DrillServer, directory: Path, *, tp_rank: int | None = None) -> None:
         self._server = server
+        self._tp_rank = tp_rank
         self._control_file = directory / "fault.json"
         self._done_file = directory / "fault.json.done"
         self._reports = directory / "reports"
@@ -297,6 +306,11 @@ class Drill:
             },
             steps_until_seen=report["step"] - planted["step"] if report and planted else None,
             report=report,
+            tp_ranks=tuple(
+                rank
+                for rank in sorted({int(s.labels["tp_rank"]) for s in after.series(VIOLATIONS)})
+                if _gained(before, after, VIOLATIONS, tp_rank=str(rank))
+            ),
         )
 
     def _traffic(self, seed: int) -> None:
@@ -323,6 +337,7 @@ class Drill:
             "fault": case.fault,
             "group": case.group,
             "source": case.source,
+            "tp_rank": self._tp_rank,
             "dry_run": dry_run,
         }
         # Renamed into place: the injector never reads half a file.

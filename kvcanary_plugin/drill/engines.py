@@ -17,7 +17,14 @@ from kvcanary_plugin.drill.drill import (
     TABLE_CASES,
     FaultCase,
 )
-from kvcanary_plugin.drill.server import EngineServer, EngineSpec, ServerSpec, SGLangServer
+from kvcanary_plugin.drill.server import (
+    CUDA_MODEL,
+    Device,
+    EngineServer,
+    EngineSpec,
+    ServerSpec,
+    SGLangServer,
+)
 from kvcanary_plugin.drill.vllm_server import VLLMServer, VLLMServerSpec
 
 
@@ -43,11 +50,21 @@ class Engine:
     swa_guards: tuple[FaultCase, ...]
 
     def start(
-        self, model: str, *, config: Path, log_path: Path, flags: tuple[str, ...] = ()
+        self,
+        model: str,
+        *,
+        config: Path,
+        log_path: Path,
+        flags: tuple[str, ...] = (),
+        device: Device = "cpu",
     ) -> EngineServer:
         """A server under the canary, not entered yet; ``model`` is one of the spec's."""
-        spec = self.spec(model=model, flags=flags, kvcanary_config=config)
+        spec = self.spec(model=model, flags=flags, kvcanary_config=config, device=device)
         return self.server(spec, log_path=log_path)
+
+    def default_model(self, device: Device) -> str:
+        """A packaged model without sliding-window layers."""
+        return CUDA_MODEL if device == "cuda" else self.full_model
 
     def cases(self, model: str) -> tuple[FaultCase, ...]:
         """The faults of the demo."""

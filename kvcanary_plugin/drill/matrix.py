@@ -39,7 +39,10 @@ def as_markdown(results: Sequence[DrillResult]) -> str:
 
 
 def as_text(results: Sequence[DrillResult]) -> str:
-    """The same for a terminal: one line a fault, checks with their counts behind it."""
+    """The same for a terminal: one line a fault, checks with their counts behind it.
+
+    With several tensor-parallel ranks also which of them counted.
+    """
     header = ("fault", "group", "detected", "steps", "twin", "violations counted, by check")
     lines = [
         (
@@ -48,7 +51,7 @@ def as_text(results: Sequence[DrillResult]) -> str:
             "yes" if result.detected else "NO",
             _steps(result),
             _twin(result),
-            ", ".join(f"{check} {count}" for check, count in result.counted.items()) or "none",
+            _counted(result),
         )
         for result in results
     ]
@@ -65,3 +68,10 @@ def _steps(result: DrillResult) -> str:
 
 def _twin(result: DrillResult) -> str:
     return "-" if result.false_alarms is None else str(result.false_alarms)
+
+
+def _counted(result: DrillResult) -> str:
+    text = ", ".join(f"{check} {count}" for check, count in result.counted.items()) or "none"
+    if result.tp_ranks in ((), (0,)):
+        return text
+    return f"{text} (tp_rank {', '.join(map(str, result.tp_ranks))})"

@@ -1,4 +1,4 @@
-"""Starts and stops a real SGLang server on this machine's CPU: every flag it gets stands here."""
+"""Starts and stops a real SGLang server, on a CPU or a GPU: every flag it gets stands here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, Literal, Self
 
 from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.dialect import SGLANG, Dialect
@@ -29,34 +29,49 @@ MAX_RUNNING_REQUESTS: Final = 8
 MAX_TOTAL_TOKENS: Final = 2048
 
 MODELS: Final = ("tiny-gemma2", "tiny-llama", "tiny-mla", "tiny-qwen2", "tiny-swa")
+# Heads of the usual size, which GPU kernels ask for; of both engines.
+CUDA_MODEL: Final = "cuda-llama"
 # Models that need code of ours inside the engine.
 _EXTERNAL_MODEL_PACKAGES: Final = {
     "tiny-mla": "kvcanary_plugin.drill.models.sglang_mla",
     "tiny-swa": "kvcanary_plugin.drill.models.sglang_swa",
 }
 
+Device = Literal["cpu", "cuda"]
+
 _ENGINE_FLAGS: Final = (
-    *("--device", "cpu"),
     *("--load-format", "safetensors"),
-    *("--dtype", "float32"),
     "--skip-tokenizer-init",
-    *("--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
-    "--disable-cuda-graph",
     *("--max-total-tokens", str(MAX_TOTAL_TOKENS)),
     *("--max-running-requests", str(MAX_RUNNING_REQUESTS)),
     *("--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE)),
     *("--mem-fraction-static", "0.3"),
     "--enable-metrics",
-    # An idle scheduler would otherwise keep one core busy.
-    "--sleep-on-idle",
 )
-_ENGINE_ENV: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "SGLANG_USE_CPU_ENGINE": "1",
-}
+_DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = MappingProxyType(
+    {
+        "cpu": (
+            *("--device", "cpu"),
+            *("--dtype", "float32"),
+            *("--attention-backend", "torch_native"),
+            "--disable-cuda-graph",
+            # An idle scheduler would otherwise keep one core busy.
+            "--sleep-on-idle",
+        ),
+        "cuda": (
+            *("--device", "cuda"),
+            *("--dtype", "bfloat16"),
+            *("--attention-backend", "triton"),
+            *("--cuda-graph-bs-decode", "1", "2", "4", "8"),
+        ),
+    }
+)
+_ENGINE_ENV: Final = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+_DEVICE_ENV: Final[Mapping[Device, Mapping[str, str]]] = MappingProxyType(
+    {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}, "cuda": {}}
+)
 # Reads from a pipe that only this process can write to: it ends when this process does, however.
 _KILL_GROUP_AT_END_OF_INPUT: Final = 'read -r _; kill -s KILL -- "-$0"'
 
@@ -71,6 +86,7 @@ class EngineSpec(ABC):
         env: further environment variables as (name, value) pairs.
         kvcanary_config: file handed over as ``--kvcanary-config``.
         plugin: whether the server loads the kvcanary plugin at all.
+        device: what it runs on.
     """
 
     models: ClassVar[tuple[str, ...]]
@@ -82,6 +98,7 @@ class EngineSpec(ABC):
     env: tuple[tuple[str, str], ...] = ()
     kvcanary_config: Path | None = None
     plugin: bool = True
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
         if self.model not in self.models:
@@ -128,9 +145,9 @@ class EngineSpec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec(EngineSpec):
-    """An SGLang server to start; ``model`` is one of :data:`MODELS`."""
+    """An SGLang server to start; ``model`` is one of :data:`MODELS`, or :data:`CUDA_MODEL`."""
 
-    models: ClassVar[tuple[str, ...]] = MODELS
+    models: ClassVar[tuple[str, ...]] = (*MODELS, CUDA_MODEL)
     # SGLang loads only the plugins named here; this name is nobody's.
     no_plugin_env: ClassVar[Mapping[str, str]] = MappingProxyType({"SGLANG_PLUGINS": "none"})
 
@@ -140,10 +157,10 @@ class ServerSpec(EngineSpec):
         return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
 
     def engine_flags(self) -> Sequence[str]:
-        return _ENGINE_FLAGS
+        return (*_ENGINE_FLAGS, *_DEVICE_FLAGS[self.device])
 
     def engine_environment(self) -> dict[str, str]:
-        environment = dict(_ENGINE_ENV)
+        environment = {**_ENGINE_ENV, **_DEVICE_ENV[self.device]}
         if self.model in _EXTERNAL_MODEL_PACKAGES:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = _EXTERNAL_MODEL_PACKAGES[self.model]
         return environment

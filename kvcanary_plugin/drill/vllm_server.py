@@ -1,4 +1,4 @@
-"""Starts and stops a real vLLM server on this machine's CPU: every flag it gets stands here.
+"""Starts and stops a real vLLM server, on a CPU or a GPU: every flag it gets stands here.
 
 The server runs in the environment of this interpreter, which must have vLLM (``make venv-vllm``).
 """
@@ -17,7 +17,9 @@ from kvcanary_plugin.drill.dialect import VLLM
 from kvcanary_plugin.drill.server import (
     CHUNKED_PREFILL_SIZE,
     CONTEXT_LENGTH,
+    CUDA_MODEL,
     MAX_RUNNING_REQUESTS,
+    Device,
     EngineServer,
     EngineSpec,
 )
@@ -28,12 +30,14 @@ BLOCK_SIZE: Final = 32  # the CPU backend wants multiples of it
 # Room for one request of full length and a few others.
 _BLOCKS: Final = 96
 
+# Decode in graphs; without the compiler, which would take most of the start.
+_CUDA_COMPILATION: Final = (
+    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}'
+)
+
 _ENGINE_FLAGS: Final = (
     "--skip-tokenizer-init",
     *("--served-model-name", "tiny"),
-    # The CPU backend interleaves bfloat16 K/V for AMX tiles, and no source describes that.
-    *("--dtype", "float32"),
-    "--enforce-eager",
     *("--max-model-len", str(CONTEXT_LENGTH)),
     *("--max-num-seqs", str(MAX_RUNNING_REQUESTS)),
     *("--max-num-batched-tokens", str(CHUNKED_PREFILL_SIZE)),
@@ -41,6 +45,13 @@ _ENGINE_FLAGS: Final = (
     *("--kv-cache-memory-bytes", "64M"),
     *("--num-gpu-blocks-override", str(_BLOCKS)),
     "--enable-prompt-tokens-details",
+)
+_DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = MappingProxyType(
+    {
+        # The CPU backend interleaves bfloat16 K/V for AMX tiles, and no source describes that.
+        "cpu": ("--dtype", "float32", "--enforce-eager"),
+        "cuda": ("--dtype", "bfloat16", "--compilation-config", _CUDA_COMPILATION),
+    }
 )
 _ENGINE_ENV: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -57,13 +68,14 @@ RunnerKind = Literal["v1", "v2"]
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMServerSpec(EngineSpec):
-    """A vLLM server to start; ``model`` is one of :data:`MODELS`.
+    """A vLLM server to start; ``model`` is one of :data:`MODELS`, or :data:`CUDA_MODEL`.
 
     Fields:
-        runner: which of vLLM's model runners; v2 runs its kernels in Triton's interpreter.
+        runner: which of vLLM's model runners on a CPU; v2 runs its kernels in Triton's
+            interpreter. On a GPU vLLM chooses, or VLLM_USE_V2_MODEL_RUNNER.
     """
 
-    models: ClassVar[tuple[str, ...]] = MODELS
+    models: ClassVar[tuple[str, ...]] = (*MODELS, CUDA_MODEL)
     # vLLM loads only the plugins named here; this name is nobody's.
     no_plugin_env: ClassVar[Mapping[str, str]] = MappingProxyType({"VLLM_PLUGINS": "none"})
 
@@ -74,10 +86,12 @@ class VLLMServerSpec(EngineSpec):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)]
 
     def engine_flags(self) -> Sequence[str]:
-        return _ENGINE_FLAGS
+        return (*_ENGINE_FLAGS, *_DEVICE_FLAGS[self.device])
 
     def engine_environment(self) -> dict[str, str]:
         environment = dict(_ENGINE_ENV)
+        if self.device == "cuda":
+            return environment
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if self.runner == "v2" else "0"
         if self.runner == "v2":
             path = os.environ.get("PYTHONPATH")
