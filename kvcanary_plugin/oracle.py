@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcanary_plugin.forward import ForwardStep, HostTokens, Int64Array
@@ -69,7 +70,7 @@ class TokenHistory:
                 self._stored_len[row] = self._stored[row] = 0
             start, end = self._stored_len[row], request.tokens.shape[0]
             if start < end:
-                chunk = torch.from_numpy(request.tokens[start:end].astype(np.int32))
+                chunk = torch.from_numpy(_as_int32(request.tokens[start:end]))
                 self._tokens[row, start:end].copy_(chunk, non_blocking=True)
                 self._stored_len[row] = end
                 self._stored[row] = self._fingerprint.of(request.tokens)
@@ -128,6 +129,12 @@ class TokenHistory:
         tokens[:count] = torch.where((known == NOT_KNOWN) | pads, tokens[:count], known)
         positions[:count] = torch.where(pads, positions[:count], expected_positions)
         return tokens, positions
+
+
+def _as_int32(tokens: Int64Array) -> npt.NDArray[np.int32]:
+    """``tokens``; what stands for images and does not fit is not known here, only to the chain."""
+    fits = (tokens >= 0) & (tokens <= np.iinfo(np.int32).max)
+    return np.where(fits, tokens, NOT_KNOWN).astype(np.int32)
 
 
 def flat_rows_and_positions(

@@ -10,7 +10,7 @@ import torch
 
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
-from kvcanary_plugin.hooks.sglang import flag, versions
+from kvcanary_plugin.hooks.sglang import flag, memory, versions
 from kvcanary_plugin.hooks.sglang.allocators import follow, followable
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
 from kvcanary_plugin.hooks.sglang.copies import PoolCopies, follow_copies
@@ -52,6 +52,8 @@ class Session:
             else None
         )
 
+        self.flushes = 0
+        self._count_flushes(model_runner.token_to_kv_pool_allocator)
         self._copies: PoolCopies | None = None
         if self._canary.monitor is not None:
             self._follow_allocators(model_runner, self._canary.monitor)
@@ -81,6 +83,16 @@ class Session:
             monitor.keep_drafts(path)
         return result
 
+    @property
+    def monitor(self) -> CanaryMonitor | None:
+        """What guards the pools; None when nothing does."""
+        return self._canary.monitor
+
+    def new_weights(self) -> None:
+        """Requests that start from now on compute their K/V with other weights."""
+        if self._translator is not None:
+            self._translator.new_weights()
+
     def sampled(self, forward_batch: Any, tokens: Any) -> None:
         """Tell the oracle which token comes next for each request of the batch."""
         if self._canary.monitor is None or not hasattr(tokens, "shape"):
@@ -104,6 +116,15 @@ class Session:
                 request.to_finish = FINISH_ABORT(
                     "kvcanary: the KV cache of this request is corrupted; send it again", 500
                 )
+
+    def _count_flushes(self, allocator: Any) -> None:
+        clear = allocator.clear
+
+        def counted() -> None:
+            self.flushes += 1
+            clear()
+
+        allocator.clear = counted
 
     @staticmethod
     def _follow_allocators(model_runner: Any, monitor: CanaryMonitor) -> None:
@@ -165,6 +186,23 @@ def after_sample(
     session: Session | None = getattr(model_runner, _ATTRIBUTE, None)
     if session is not None:
         session.sampled(forward_batch, tokens)
+
+
+def around_release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """AROUND ``release_memory_occupation`` of the scheduler's weight updater."""
+    return memory.around_release_memory(
+        _session_of(updater), lambda: original(updater, request), request.tags
+    )
+
+
+def around_flush_after_update(original: Callable[..., Any], updater: Any, *args: Any) -> Any:
+    """AROUND ``flush_cache_after_weight_update`` of the scheduler's weight updater."""
+    return memory.around_flush_after_update(_session_of(updater), lambda: original(updater, *args))
+
+
+def _session_of(updater: Any) -> Session | None:
+    session: Session | None = getattr(updater.tp_worker.model_runner, _ATTRIBUTE, None)
+    return session
 
 
 def around_move_drafts(

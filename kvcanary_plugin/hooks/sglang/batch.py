@@ -53,6 +53,7 @@ class BatchTranslator:
         self._next_uid = 1
         self._step = 0
         self._identity: _BatchIdentity | None = None
+        self._weights = 0  # updates of the weights behind which the cache was flushed
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         rows = groups[0].page_table.shape[0]
         self._ones = torch.ones(rows, dtype=torch.int64, device=self._device)
@@ -77,6 +78,11 @@ class BatchTranslator:
     def request(self, uid: int) -> Any | None:
         """The scheduler's request behind ``uid``; None when it is gone."""
         return self._requests.get(uid)
+
+    def new_weights(self) -> None:
+        """What is computed from now on has another identity; nothing older is left to share."""
+        self._weights += 1
+        self._identity = None
 
     def translate(self, forward_batch: Any) -> ForwardStep:
         """The step that ``forward_batch`` is about to run. No device synchronisation.
@@ -223,7 +229,7 @@ class BatchTranslator:
         keys = np.zeros(size, dtype=np.int64)
         for row, request in enumerate(requests[:size]):
             uids[row] = self._uid_of(request)
-            keys[row] = _identity_key_of(request)
+            keys[row] = self._identity_key_of(request)
         identity = _BatchIdentity(
             request_ids=list(request_ids),
             uids=torch.from_numpy(uids).to(self._device, non_blocking=True),
@@ -257,7 +263,7 @@ class BatchTranslator:
                 tokens=np.frombuffer(
                     own_tokens(request)[: int(prefix[row] + extend[row])], dtype=np.int64
                 ),
-                identity_key=_identity_key_of(request),
+                identity_key=self._identity_key_of(request),
             )
             for row, request in enumerate(requests)
             if computes_prompt[row]
@@ -278,14 +284,18 @@ class BatchTranslator:
             out_cache_loc=tuple(nothing for _ in self._groups),
         )
 
+    def _identity_key_of(self, request: Any) -> int:
+        """SGLang's ``extra_key`` carries salt and LoRA id together.
 
-def _identity_key_of(request: Any) -> int:
-    """Identity key of a request; SGLang's ``extra_key`` carries salt and LoRA id together."""
-    key = getattr(request, _KEY, None)
-    if key is None:
-        key = identity_key(
-            lora_id=getattr(request, "lora_id", None),
-            cache_salt=getattr(request, "extra_key", None),
-        )
-        setattr(request, _KEY, key)
-    return int(key)
+        Images and the like need no part of it: the engine pads the prompt with tokens made from
+        the hash of their content, and the text before them may be shared.
+        """
+        weights, key = getattr(request, _KEY, (None, 0))
+        if weights != self._weights:
+            key = identity_key(
+                lora_id=getattr(request, "lora_id", None),
+                cache_salt=getattr(request, "extra_key", None),
+                weight_version=str(self._weights) if self._weights else None,
+            )
+            setattr(request, _KEY, (self._weights, key))
+        return int(key)

@@ -49,6 +49,10 @@ def _after_configure_scheduler(_result: Any, *_args: Any, **_kwargs: Any) -> Non
     HookRegistry.register(versions.NEW_BATCH, attach.after_new_batch, HookType.AFTER)
     HookRegistry.register(versions.FORWARD, attach.around_forward, HookType.AROUND)
     HookRegistry.register(versions.SAMPLE, attach.after_sample, HookType.AFTER)
+    HookRegistry.register(versions.RELEASE_MEMORY, attach.around_release_memory, HookType.AROUND)
+    HookRegistry.register(
+        versions.FLUSH_AFTER_UPDATE, attach.around_flush_after_update, HookType.AROUND
+    )
     HookRegistry.apply_hooks()
     missing = [t for t in versions.SCHEDULER_TARGETS if t not in HookRegistry._patched]
     if missing:

@@ -15,9 +15,19 @@ FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 SAMPLE = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 KEEP_DRAFTS = "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache"
 NEW_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+RELEASE_MEMORY = f"{_UPDATER}.release_memory_occupation"
+FLUSH_AFTER_UPDATE = f"{_UPDATER}.flush_cache_after_weight_update"
 
 MAIN_PROCESS_TARGETS = (ADD_CLI_ARGS, FROM_CLI_ARGS)
-SCHEDULER_TARGETS = (POOLS_READY, FORWARD, SAMPLE, NEW_BATCH)
+SCHEDULER_TARGETS = (
+    POOLS_READY,
+    FORWARD,
+    SAMPLE,
+    NEW_BATCH,
+    RELEASE_MEMORY,
+    FLUSH_AFTER_UPDATE,
+)
 
 
 def engine_version() -> str:
