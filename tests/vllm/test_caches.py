@@ -155,12 +155,20 @@ def test_no_two_slots_share_a_byte_of_the_packed_layout():
     ("cache", "isa"),
     [
         (torch.zeros(3, 2, 32, 8), "amx"),
+        (torch.zeros(2, 3, 2, 32, 8), "vec"),
         (torch.zeros(3, 2, 4, 8).transpose(2, 3), None),
         (torch.zeros(3, 4, 2, 16)[..., :8].transpose(1, 2), None),
         (torch.zeros(3, 4), None),
         ([torch.zeros(3, 2, 4, 8), torch.zeros(1)], None),
     ],
-    ids=["amx", "inner stride", "gap between heads", "two dimensions", "list of tensors"],
+    ids=[
+        "amx",
+        "packed apart",
+        "inner stride",
+        "gap between heads",
+        "two dimensions",
+        "list of tensors",
+    ],
 )
 def test_a_layout_without_equal_steps_is_refused(cache, isa):
     with pytest.raises(UnsupportedLayout):
@@ -324,11 +332,15 @@ def test_layers_of_one_type_and_different_windows_keep_the_smallest_common_one()
             "amx",
         ),
         (SimpleNamespace(kv_cache=torch.zeros(3, 2, 4, 8)), "an unnamed instruction set"),
+        (
+            SimpleNamespace(kv_cache=[torch.zeros(2, 3, 2, 4, 8)], impl=SimpleNamespace(isa="vec")),
+            "vec",
+        ),
         (SimpleNamespace(kv_cache=torch.zeros(3, 4, 8)), None),
         (SimpleNamespace(kv_cache=[]), None),
         (SimpleNamespace(kv_cache=torch.zeros(3, 2, 4, 8, device="meta")), None),
     ],
-    ids=["0.32", "0.26", "unknown", "latent", "none", "not a CPU"],
+    ids=["0.32", "0.26", "unknown", "0.20", "latent", "none", "not a CPU"],
 )
 def test_what_the_cpu_backend_packs_is_never_read_by_its_strides(layer, packing):
     assert versions.packing_of(layer) == packing

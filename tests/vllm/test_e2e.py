@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from kvcanary_plugin.drill.drill import (
     FaultCase,
     write_drill_config,
 )
+from kvcanary_plugin.drill.http_client import post
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.server import ServerError
 from kvcanary_plugin.drill.soak import run_soak
@@ -34,6 +36,7 @@ from kvcanary_plugin.drill.traffic import (
 )
 from kvcanary_plugin.drill.vllm_server import PRESETS, VLLMServer, VLLMServerSpec
 from kvcanary_plugin.metrics import (
+    EXTERNAL_SLOTS,
     FORWARDS,
     GROUP_STATE,
     SLOTS_SEALED,
@@ -164,6 +167,48 @@ def test_the_canary_does_not_change_one_token(name, shared_server, directories):
         for spec in (replace(PRESETS[name], plugin=False), guarded(name, directories, drills=False))
     ]
     assert outputs[0] == outputs[1]
+
+
+def saving_to(storage: Path, *, several: bool) -> tuple[str, ...]:
+    """Flags for vLLM's example connector, which keeps the K/V of whole prompts in files."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    several_connectors = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [example]},
+    }
+    chosen = json.dumps(several_connectors if several else example)
+    # It stores what the first chunk of a prompt has, and loads all of it.
+    return ("--kv-transfer-config", chosen, "--max-num-batched-tokens", "256")
+
+
+@pytest.mark.parametrize("name", ["llama", "v2-llama"])
+def test_what_a_connector_loads_is_adopted_and_guarded_from_then_on(
+    name, shared_server, directories, tmp_path_factory
+):
+    flags = saving_to(tmp_path_factory.mktemp("connector"), several=name == "llama")
+    server = shared_server(replace(guarded(name, directories), flags=flags))
+    before = snapshot(server)
+    prompts = [tuple(range(10, 80)) + (number,) * 50 for number in range(80, 84)]
+    outputs = []
+    for _ in range(2):  # saved, then loaded, a part of each behind tokens that are in the cache
+        outputs.append(generate_all(server.url, prompts, max_new_tokens=8, dialect=VLLM))
+        assert post(server.url, VLLM.flush_path, {}, timeout=30.0)[0] == 200
+    assert outputs[0] == outputs[1]
+    assert "External Cache Hit!" in server.log()
+    time.sleep(1.1)  # the gauge is counted once a second, when a forward runs
+    generate_all(server.url, [(5, 6, 7)], max_new_tokens=2, dialect=VLLM)
+    after = snapshot(server)
+    assert after.total(EXTERNAL_SLOTS) > before.total(EXTERNAL_SLOTS)
+    assert after.total(VIOLATIONS) == before.total(VIOLATIONS)
+    assert after.total(FORWARDS) == after.total(FORWARDS, result="checked")
+    case = FaultCase(title="V, last layer", fault="flip_kv", checks=("real_kv",), source=-1)
+    (result,) = Drill(server, directories(name)).run([case])
+    assert_reported(result)
 
 
 def test_both_groups_of_a_hybrid_model_are_guarded(shared_server, directories):

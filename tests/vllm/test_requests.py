@@ -16,10 +16,17 @@ def step(*new: Any, finished: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=list(new))
 
 
-def admitted(name: str, *, lora: str | None = None, salt: str | None = None, tokens: Any = None):
+def admitted(
+    name: str,
+    *,
+    lora: str | None = None,
+    path: str = "/x",
+    salt: str | None = None,
+    tokens: Any = None,
+):
     request = SimpleNamespace(
         req_id=name,
-        lora_request=SimpleNamespace(lora_name=lora) if lora else None,
+        lora_request=SimpleNamespace(lora_name=lora, lora_path=path) if lora else None,
         prefill_token_ids=tokens,
     )
     if salt is not None:
@@ -99,13 +106,20 @@ def test_a_request_from_before_the_canary_has_no_uid(book):
 def test_adapters_and_salts_are_different_keys_and_none_is_no_tensor(book):
     book.scheduled(step(admitted("plain")))
     assert book.batch_of(["plain"])[0].keys is None
-    book.scheduled(step(admitted("x", lora="x"), admitted("y", salt="x"), admitted("z", lora="x")))
-    batch, _ = book.batch_of(["plain", "x", "y", "z"])
+    book.scheduled(
+        step(
+            admitted("x", lora="x"),
+            admitted("y", salt="x"),
+            admitted("z", lora="x"),
+            admitted("another", lora="x", path="/y"),
+        )
+    )
+    batch, _ = book.batch_of(["plain", "x", "y", "z", "another"])
     assert batch.keys is not None
-    plain, lora, salt, same_lora = batch.keys.tolist()
+    plain, lora, salt, same_lora, another_adapter = batch.keys.tolist()
     assert plain == 0
     assert lora == same_lora
-    assert len({plain, lora, salt}) == 3
+    assert len({plain, lora, salt, another_adapter}) == 4
 
 
 def test_a_finished_request_is_forgotten(book):

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
+from kvcanary_plugin.forward import ForwardKind, ForwardStep
 from kvcanary_plugin.hooks.vllm import flag, v1, v2, versions
 from kvcanary_plugin.hooks.vllm.caches import GuardedCaches, guarded_caches
+from kvcanary_plugin.hooks.vllm.loads import LoadedSlots
 from kvcanary_plugin.hooks.vllm.requests import CACHE_SALT, RequestBook
 from kvcanary_plugin.metrics import RankLabels
 
@@ -65,6 +67,8 @@ class Session:
             max_requests=int(runner.max_num_reqs),
             keeps_tokens=is_v2,
         )
+        assert self.canary.monitor is not None
+        self._loads = LoadedSlots(monitor=self.canary.monitor, caches=self._caches)
         if is_v2:
             self._translator = v2.V2Translator(runner=runner, caches=self._caches, book=self._book)
             _wrap(runner, "execute_model", self._execute_model_v2)
@@ -91,6 +95,18 @@ class Session:
         self.canary.monitor.forget_everything()
         return original(*args, **kwargs)
 
+    @contextmanager
+    def _around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
+        """The engine's forward with the canary's steps around it."""
+        with self.canary.around_forward(translate):
+            yield
+        self._loads.after_forward()
+
+    def _noting_loads(self, step: ForwardStep) -> ForwardStep:
+        if step.kind is not ForwardKind.DUMMY:
+            self._loads.before_forward(self._book.batch)
+        return step
+
     def _scheduled(self, scheduler_output: Any) -> None:
         """Before the runner acts on a step: who comes and goes, which blocks it copies, clears."""
         monitor = self.canary.monitor
@@ -99,9 +115,7 @@ class Session:
             self._book.scheduled(scheduler_output)
             cleared = getattr(scheduler_output, "new_block_ids_to_zero", None)
             copies = getattr(scheduler_output, "kv_cache_block_copies", None)
-            if not cleared and not copies:
-                return
-            for index, block_size in self._pools():
+            for index, block_size in self._pools() if cleared or copies else ():
                 if cleared:
                     monitor.forget_slots(index, self._slots_of(cleared, block_size))
                 if copies:
@@ -111,6 +125,8 @@ class Session:
                         self._slots_of(source, block_size),
                         self._slots_of(destination, block_size),
                     )
+            # Last: blocks that are loaded may have been cleared for it.
+            self._loads.scheduled(scheduler_output)
 
     def _pools(self) -> list[tuple[int, int]]:
         """(index of its first group, block size) of every pool of records."""
@@ -140,7 +156,9 @@ class Session:
         if scheduler_output is None or not self._is_warm:
             return original(*args, **kwargs)
         assert isinstance(translator, v1.V1Translator)
-        with self.canary.around_forward(lambda: translator.translate(scheduler_output)):
+        with self._around_forward(
+            lambda: self._noting_loads(translator.translate(scheduler_output))
+        ):
             return original(*args, **kwargs)
 
     def _sample(self, original: Callable[..., Any], logits: Any, spec_decode_metadata: Any) -> Any:
@@ -187,7 +205,7 @@ class Session:
             return
         assert isinstance(translator, v2.V2Translator)
         self._forward_done.enter_context(
-            self.canary.around_forward(lambda: translator.translate(prepared))
+            self._around_forward(lambda: self._noting_loads(translator.translate(prepared)))
         )
 
     def _postprocess_sampled(
@@ -260,9 +278,10 @@ def _caches(runner: Any, vllm_config: Any) -> GuardedCaches:
 
 
 def _unsupported_setup(vllm_config: Any) -> str | None:
-    connector = getattr(vllm_config, "kv_transfer_config", None)
-    if connector is not None:
-        return f"KV connector {connector.kv_connector} moves K/V in unseen; it has no adapter"
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    unknown = versions.unknown_connectors(transfer) if transfer is not None else []
+    if unknown:
+        return f"KV connector {', '.join(unknown)} moves K/V in unseen; it has no adapter"
     if versions.context_parallel_size(vllm_config.parallel_config) > 1:
         return "context parallelism spreads a sequence over ranks; it has no adapter"
     return None

@@ -304,6 +304,8 @@ def _packed_sources(cache: torch.Tensor, packing: str) -> Iterator[RealKvSource]
     """
     if packing not in ("vec", "vec16"):
         raise UnsupportedLayout(f"K/V packed for {packing!r} on a CPU has no adapter")
+    if cache.ndim != 4:  # before 0.26
+        raise UnsupportedLayout(f"packed K/V of shape {list(cache.shape)} has no adapter")
     _, heads, tokens, both = cache.shape
     _, head_stride, token_stride, inner_stride = cache.stride()
     size = both // 2

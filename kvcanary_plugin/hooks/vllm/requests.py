@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import Int64Array
+from kvcanary_plugin.hooks.vllm.media import Media, media_of
 from kvcanary_plugin.identity import identity_key
 from kvcanary_plugin.violations import RequestNames
 
@@ -30,11 +31,13 @@ class KnownRequest:
         uid: unique per admission; an id that a client uses again is another request.
         key: identity key, 0 for none.
         tokens: int64 tokens it was admitted with, where the runner keeps none on the host.
+        media: what stands behind the placeholders of its prompt.
     """
 
     uid: int
     key: int
     tokens: Int64Array | None
+    media: Media
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,16 +114,22 @@ class RequestBook:
         self._batch, self._somebody_new = batch, False
         return batch, change
 
+    @property
+    def batch(self) -> Batch:
+        """The batch that was last asked for."""
+        assert self._batch is not None
+        return self._batch
+
     def _admit(self, admitted: Any) -> None:
-        lora = getattr(admitted, "lora_request", None)
         tokens = getattr(admitted, "prefill_token_ids", None) if self._keeps_tokens else None
         request = KnownRequest(
             uid=self._next_uid,
-            key=identity_key(
-                lora_id=lora.lora_name if lora is not None else None,
-                cache_salt=getattr(admitted, CACHE_SALT, None),
-            ),
+            key=_key(admitted, getattr(admitted, CACHE_SALT, None)),
             tokens=np.asarray(tokens, dtype=np.int64) if tokens is not None else None,
+            media=media_of(
+                getattr(admitted, "mm_features", None),
+                prompt_len=len(getattr(admitted, "prompt_token_ids", None) or ()),
+            ),
         )
         self._next_uid += 1
         self._known[admitted.req_id] = request
@@ -143,6 +152,19 @@ class RequestBook:
             rows=self._all_rows[:size],
             requests=requests,
         )
+
+
+def key_of_request(request: Any) -> int:
+    """Identity key of one of the scheduler's requests; 0 for none."""
+    return _key(request, getattr(request, "cache_salt", None))
+
+
+def _key(request: Any, cache_salt: str | None) -> int:
+    """The same for a request as the scheduler has it and as its workers see it."""
+    lora = getattr(request, "lora_request", None)
+    # As in vLLM's own block hashes: a name that points at another adapter is another identity.
+    lora_id = f"{lora.lora_name}\n{lora.lora_path}" if lora is not None else None
+    return identity_key(lora_id=lora_id, cache_salt=cache_salt)
 
 
 def _change(before: Batch | None, batch: Batch) -> BatchChange:

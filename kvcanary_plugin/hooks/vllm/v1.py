@@ -5,7 +5,7 @@ The runner keeps its batch in persistent buffers; a request stands in the same r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
 from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
-from kvcanary_plugin.hooks.vllm.requests import Batch, RequestBook
+from kvcanary_plugin.hooks.vllm.media import MediaPart, marked_inputs
+from kvcanary_plugin.hooks.vllm.requests import Batch, KnownRequest, RequestBook
 
 
 def block_tables(runner: Any) -> list[BlockTable]:
@@ -51,6 +52,7 @@ class V1Translator:
         prefilling = computed < inputs.num_prompt_tokens[:requests]
         kind, host_extend = ForwardKind.DECODE, None
         prompts: tuple[HostTokens, ...] = ()
+        input_ids = runner.input_ids.gpu[:tokens]
         if tokens == requests and not change.entered and not prefilling.any():
             extend = self._extend_lens_of_decode[:requests]
         else:
@@ -66,6 +68,9 @@ class V1Translator:
             )
             rows = sorted({*np.flatnonzero(prefilling).tolist(), *change.entered})
             prompts = tuple(self._host_tokens(batch, rows, computed, host_extend))
+            input_ids = marked_inputs(
+                input_ids, media_parts(batch, rows, computed, host_extend), starts=starts
+            )
         # With drafts in flight only the device knows how many of them were accepted.
         exact = not getattr(runner, "use_async_spec_decode", False)
         return ForwardStep(
@@ -76,7 +81,7 @@ class V1Translator:
             prefix_lens=runner.num_computed_tokens[:requests],
             extend_lens=extend,
             max_prefix_len=int(computed.max()),
-            input_ids=runner.input_ids.gpu[:tokens],
+            input_ids=input_ids,
             positions=runner.positions[:tokens],
             out_cache_loc=tuple([mapping[:tokens] for mapping in self._slot_mappings]),
             identity_keys=batch.keys,
@@ -115,8 +120,7 @@ class V1Translator:
             end = min(prefix + int(extend[row]), int(inputs.num_tokens_no_spec[row]))
             yield host_tokens(
                 row=row,
-                uid=request.uid,
-                key=request.key,
+                request=request,
                 prefix=prefix,
                 tokens=inputs.token_ids_cpu[row, :end].astype(np.int64),
             )
@@ -129,14 +133,29 @@ def kind_of(*, prefilling: Any) -> ForwardKind:
     return ForwardKind.MIXED if prefilling.any() else ForwardKind.DECODE
 
 
-def host_tokens(*, row: int, uid: int, key: int, prefix: int, tokens: Int64Array) -> HostTokens:
-    """The tokens of a request; a placeholder in its prefix leaves the identity check out."""
+def host_tokens(*, row: int, request: KnownRequest, prefix: int, tokens: Int64Array) -> HostTokens:
+    """The tokens of a request; an unknown one in its prefix leaves the identity check out."""
     knows_prefix = prefix <= tokens.shape[0] and not (tokens[:prefix] < 0).any()
     return HostTokens(
         batch_row=row,
         request_row=row,
-        request_uid=uid,
+        request_uid=request.uid,
         prefix_len=prefix if knows_prefix else 0,
-        tokens=tokens,
-        identity_key=key,
+        tokens=request.media.marked(tokens),
+        identity_key=request.key,
     )
+
+
+def media_parts(
+    batch: Batch, rows: Sequence[int], computed: Any, extend: Any
+) -> Iterator[MediaPart]:
+    """What a forward computes of the requests in ``rows``, where they have media.
+
+    ``computed`` and ``extend``: [bs] on the host, tokens before this forward, and of it.
+    """
+    for row in rows:
+        request = batch.requests[row]
+        if request is not None and request.media.ranges:
+            start = int(computed[row])
+            end = start + int(extend[row])
+            yield MediaPart(media=request.media, row=row, start=start, end=end)

@@ -15,8 +15,9 @@ import torch
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens
 from kvcanary_plugin.hooks.vllm import versions
 from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
-from kvcanary_plugin.hooks.vllm.requests import Batch, BatchChange, RequestBook
-from kvcanary_plugin.hooks.vllm.v1 import host_tokens, kind_of
+from kvcanary_plugin.hooks.vllm.media import marked_inputs
+from kvcanary_plugin.hooks.vllm.requests import Batch, RequestBook
+from kvcanary_plugin.hooks.vllm.v1 import host_tokens, kind_of, media_parts
 
 
 def block_tables(runner: Any) -> list[BlockTable]:
@@ -80,9 +81,16 @@ class V2Translator:
         computed = batch.num_computed_tokens_np
         kind = ForwardKind.DECODE
         prompts: tuple[HostTokens, ...] = ()
+        input_ids = batch.input_ids
         if change.entered or batch.is_prefilling_np.any():
             kind = kind_of(prefilling=batch.is_prefilling_np)
-            prompts = tuple(self._host_tokens(members, change, batch))
+            rows = sorted({*np.flatnonzero(batch.is_prefilling_np).tolist(), *change.entered})
+            prompts = tuple(self._host_tokens(members, rows, batch))
+            input_ids = marked_inputs(
+                input_ids,
+                media_parts(members, rows, computed, batch.num_scheduled_tokens),
+                starts=starts,
+            )
         if batch.num_draft_tokens:
             kind = ForwardKind.VERIFY
         return ForwardStep(
@@ -96,7 +104,7 @@ class V2Translator:
             ),
             extend_lens=extend,
             max_prefix_len=int(computed.max()),
-            input_ids=batch.input_ids,
+            input_ids=input_ids,
             positions=batch.positions,
             out_cache_loc=out_cache_loc,
             identity_keys=members.keys,
@@ -122,18 +130,16 @@ class V2Translator:
             tokens = sampled_tokens[:, column]
             yield rows, first + column, torch.where(num_sampled > column, tokens, -1)
 
-    def _host_tokens(self, members: Batch, change: BatchChange, batch: Any) -> Iterator[HostTokens]:
+    def _host_tokens(self, members: Batch, rows: list[int], batch: Any) -> Iterator[HostTokens]:
         """Tokens of the requests that compute what they were admitted with, or have just come."""
-        prefilling = np.flatnonzero(batch.is_prefilling_np)
-        for row in sorted({*prefilling.tolist(), *change.entered}):
+        for row in rows:
             request = members.requests[row]
             if request is None or request.tokens is None:
                 continue
             prefix = int(batch.num_computed_tokens_np[row])
             yield host_tokens(
                 row=row,
-                uid=request.uid,
-                key=request.key,
+                request=request,
                 prefix=prefix,
                 tokens=request.tokens[: prefix + int(batch.num_scheduled_tokens[row])],
             )

@@ -30,8 +30,8 @@ _V2_ATTRIBUTES = (
     "req_states",
 )
 
-# Dimensions of a cache [blocks, heads, tokens, K and V], which alone the CPU backend packs.
-_K_AND_V_JOINED = 4
+# Dimensions of a latent cache, [blocks, tokens, size], the one that the CPU backend does not pack.
+_LATENT = 3
 
 
 class UnsupportedRunnerError(RuntimeError):
@@ -76,10 +76,51 @@ def packing_of(layer: Any) -> str | None:
     cache = layer.kv_cache
     if isinstance(cache, (list, tuple)):
         cache = cache[0] if cache else None
-    if cache is None or cache.device.type != "cpu" or cache.ndim != _K_AND_V_JOINED:
+    if cache is None or cache.device.type != "cpu" or cache.ndim <= _LATENT:
         return None
     named = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
     return str(named) if named is not None else "an unnamed instruction set"
+
+
+# Connectors of vLLM that load nothing but what `update_state_after_alloc` was told.
+_CONNECTORS = frozenset(
+    {
+        "DecodeBenchConnector",
+        "ExampleConnector",
+        "ExampleHiddenStatesConnector",
+        "FlexKVConnectorV1",
+        "HF3FSKVConnector",
+        "LMCacheConnectorV1",
+        "LMCacheMPConnector",
+        "MoRIIOConnector",
+        "MooncakeConnector",
+        "MooncakeStoreConnector",
+        "MultiConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
+_REWRITING_CONNECTORS = frozenset({"ExampleConnector"})
+
+
+def unknown_connectors(kv_transfer_config: Any) -> list[str]:
+    """Connectors without adapter in a configuration, those of a MultiConnector included."""
+    names = [kv_transfer_config.kv_connector]
+    if getattr(kv_transfer_config, "kv_connector_module_path", None):
+        return names  # somebody's own class, whatever its name
+    if names == ["MultiConnector"]:
+        parts = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+        names = [part.get("kv_connector_module_path") or part.get("kv_connector") for part in parts]
+    return [name for name in names if name not in _CONNECTORS]
+
+
+def rewrites_cached_tokens(connector: Any) -> bool:
+    """Whether a connector loads tokens as well that the engine has in its own cache."""
+    parts = getattr(connector, "_connectors", None) or [connector]
+    return any(type(part).__name__ in _REWRITING_CONNECTORS for part in parts)
 
 
 def rank_labels(parallel_config: Any) -> RankLabels:
