@@ -240,17 +240,31 @@ def adopt(
             until the same is adopted again, with bytes.
     """
     device = guard.group.device
-    count = slots.shape[0]
     plan = WritePlan(
-        write_offsets=torch.tensor([0, count], dtype=torch.int64, device=device),
+        write_offsets=torch.tensor([0, slots.shape[0]], dtype=torch.int64, device=device),
         write_seed_slot_indices=torch.tensor([previous_slot], dtype=torch.int64, device=device),
         write_num_valid_reqs=torch.ones(1, dtype=torch.int32, device=device),
         write_request_uids=torch.tensor([request_uid], dtype=torch.int64, device=device),
         write_identity_keys=torch.tensor([identity_key], dtype=torch.int64, device=device),
     )
-    # In the seal's mode, this launch folds the bytes into the records it writes.
+    adopt_sequences(
+        guard, plan, slots, tokens, positions, step=step, bytes_are_there=bytes_are_there
+    )
+
+
+def adopt_sequences(
+    guard: GroupGuard,
+    plan: WritePlan,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    step: int,
+    bytes_are_there: bool = True,
+) -> None:
+    """:func:`adopt` for the slots of several sequences, which ``plan`` tells apart."""
     launch_canary_write_kernel(
-        context=guard.context(LaunchTag.ADOPT),
+        context=guard.adopted_records,
         plan=plan,
         input_ids=tokens,
         positions=positions,
@@ -260,8 +274,12 @@ def adopt(
         expected_input_positions=None,
         step=step,
     )
-    state = SlotState.EXTERNAL if bytes_are_there else SlotState.WRITTEN
-    _set_states(guard, slots, torch.full((count,), int(state), dtype=torch.uint8, device=device))
+    state = SlotState.WRITTEN
+    if bytes_are_there:
+        _seal_as_found(guard, slots, step)
+        state = SlotState.EXTERNAL
+    states = torch.full((slots.shape[0],), int(state), dtype=torch.uint8, device=slots.device)
+    _set_states(guard, slots, states)
 
 
 def take_folds_along(guard: GroupGuard, slots: torch.Tensor, carried: CarriedRecords) -> None:

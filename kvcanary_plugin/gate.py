@@ -51,8 +51,13 @@ class EngineGate:
 
     @contextmanager
     def engine_works(self) -> Iterator[None]:
-        """The engine changes records or states outside of a forward, on the current stream."""
+        """The engine changes records or states outside of a forward, on the current stream.
+
+        It may be another one than the forwards': then it waits for what they launched.
+        """
         with self._lock:
+            if self._launched is not None:
+                self._launched.wait()
             yield
             if self._launched is not None:
                 self._launched.record()

@@ -134,6 +134,8 @@ class GroupGuard:
             LaunchTag.SCRUB, seal_mode, self.suspects
         )
         self.scrub_second_look = self._make_context(LaunchTag.SCRUB, seal_mode, sink)
+        # Records of adopted slots; their bytes are folded by a launch of its own, slot by slot.
+        self.adopted_records = self._make_context(LaunchTag.ADOPT, RealKvHashMode.NONE, sink)
 
     def _make_context(
         self, tag: LaunchTag, mode: RealKvHashMode, sink: ViolationSink
@@ -166,7 +168,8 @@ class GroupGuard:
 
     def pack_contexts(self) -> None:
         """Checks and packs every context now, so that no later launch copies anything."""
-        for context in (*self._contexts.values(), self.scrub_second_look):
+        beside = (self.scrub_second_look, self.adopted_records)
+        for context in (*self._contexts.values(), *beside):
             packed(context)
 
     def context(self, tag: LaunchTag) -> VerifyOrWriteContext:

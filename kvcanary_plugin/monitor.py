@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,13 +21,20 @@ from kvcanary_plugin.carried import (
     CarriedRecords,
     ExternalSlots,
     adopt,
+    adopt_sequences,
     export_records,
     import_records,
     take_folds_along,
     verify_bytes,
 )
 from kvcanary_plugin.config import CanaryConfig
-from kvcanary_plugin.forward import DUMMY_UID, ForwardKind, ForwardResult, ForwardStep
+from kvcanary_plugin.forward import (
+    DUMMY_UID,
+    ForwardKind,
+    ForwardResult,
+    ForwardStep,
+    HostTokens,
+)
 from kvcanary_plugin.gate import EngineGate
 from kvcanary_plugin.guard import GroupGuard, SlotRecords, ViolationSink
 from kvcanary_plugin.identity import PrefixHasher
@@ -335,6 +342,31 @@ class CanaryMonitor:
                     step=self._last_step,
                     bytes_are_there=bytes_are_there,
                 )
+
+    def adopt_sequences(
+        self,
+        index: int,
+        plan: WritePlan,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """The same for the slots of several sequences, which ``plan`` tells apart.
+
+        Call :meth:`learn_prompts` as well, for requests that no forward brings any prompt of.
+        """
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
+                adopt_sequences(
+                    self.guards[index], plan, slots, tokens, positions, step=self._last_step
+                )
+
+    def learn_prompts(self, requests: Iterable[HostTokens]) -> None:
+        """Tell the oracle the tokens of requests whose prompt no forward computes."""
+        if self.history is not None and self.blind_because is None:
+            with self.guard_errors("oracle"):
+                self.history.record_prompt(requests)
 
     def reconfigure(self, config: CanaryConfig) -> None:
         """Take over settings that may change while the engine serves."""

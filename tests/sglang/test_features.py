@@ -12,6 +12,7 @@ from kvcanary_plugin.hooks.sglang.features import (
     Coverage,
     features_in_use,
     unsupported_feature,
+    unsupported_window,
 )
 
 
@@ -57,6 +58,19 @@ def test_speculation_guards_the_target_model(values: dict[str, Any], unguarded: 
     (feature,) = features_in_use(settings(**values))
     assert feature.coverage is Coverage.COVERED
     assert [name for name, _ in feature.unguarded] == unguarded
+
+
+@pytest.mark.parametrize(
+    ("mode", "coverage", "windows"),
+    [("prefill", Coverage.COVERED, True), ("decode", Coverage.EXTERNAL, False)],
+)
+def test_both_sides_of_a_disaggregated_server_are_guarded(
+    mode: str, coverage: Coverage, windows: bool
+):
+    values = settings(disaggregation_mode=mode)
+    assert unsupported_feature(values) is None
+    assert [feature.coverage for feature in features_in_use(values)] == [coverage]
+    assert (unsupported_window(values) is None) is windows
 
 
 def test_each_feature_has_a_name_of_its_own_and_a_note():

@@ -10,11 +10,11 @@ import torch
 
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
-from kvcanary_plugin.hooks.sglang import flag, memory, versions
+from kvcanary_plugin.hooks.sglang import flag, memory, transfers, versions
 from kvcanary_plugin.hooks.sglang.allocators import follow, followable
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
 from kvcanary_plugin.hooks.sglang.copies import PoolCopies, follow_copies
-from kvcanary_plugin.hooks.sglang.features import features_in_use, speculates
+from kvcanary_plugin.hooks.sglang.features import features_in_use, unsupported_window
 from kvcanary_plugin.hooks.sglang.pools import guarded_pools
 from kvcanary_plugin.metrics import RankLabels
 from kvcanary_plugin.monitor import CanaryMonitor
@@ -31,6 +31,11 @@ class Session:
     def __init__(self, config: CanaryConfig, model_runner: Any) -> None:
         pools = guarded_pools(model_runner)
         unguarded = [UnguardedGroup(group.name, group.reason) for group in pools.unsupported]
+        groups = pools.groups
+        window_reason = unsupported_window(model_runner.server_args)
+        if window_reason is not None and any(group.full_to_swa is not None for group in groups):
+            unguarded += [UnguardedGroup(group.name, window_reason) for group in groups]
+            groups = ()
         for feature in features_in_use(model_runner.server_args):
             unguarded += [UnguardedGroup(name, reason) for name, reason in feature.unguarded]
         self._canary = Canary(
@@ -38,17 +43,17 @@ class Session:
             config_path=flag.config_path(),
             engine=_ENGINE,
             ranks=versions.rank_labels(model_runner),
-            groups=pools.groups,
+            groups=groups,
             unguarded=unguarded,
             max_requests=model_runner.req_to_token_pool.req_to_token.shape[0],
         )
         self._translator = (
             BatchTranslator(
-                groups=pools.groups,
+                groups=groups,
                 names=self._canary.names,
                 max_tokens=max(int(model_runner.max_total_num_tokens), 1),
             )
-            if pools.groups
+            if groups
             else None
         )
 
@@ -58,8 +63,8 @@ class Session:
         if self._canary.monitor is not None:
             self._follow_allocators(model_runner, self._canary.monitor)
             self._copies = follow_copies(model_runner.token_to_kv_pool, self._canary.monitor)
-            if speculates(model_runner.server_args):
-                setattr(model_runner.token_to_kv_pool_allocator, _ATTRIBUTE, self)
+            # Some hooks see no model runner.
+            setattr(model_runner.token_to_kv_pool_allocator, _ATTRIBUTE, self)
 
     def forward(self, run: Callable[[], Any], forward_batch: Any) -> Any:
         """The engine's forward ``run`` with the canary's steps around it."""
@@ -92,6 +97,14 @@ class Session:
         """Requests that start from now on compute their K/V with other weights."""
         if self._translator is not None:
             self._translator.new_weights()
+
+    def adopt_prebuilt(self, schedule_batch: Any) -> None:
+        """The slots of ``schedule_batch`` have been filled by another server."""
+        monitor = self._canary.monitor
+        if monitor is None or self._translator is None or monitor.blind_because is not None:
+            return
+        with monitor.guard_errors("hook"):
+            transfers.adopt_prebuilt(monitor, self._translator, schedule_batch)
 
     def sampled(self, forward_batch: Any, tokens: Any) -> None:
         """Tell the oracle which token comes next for each request of the batch."""
@@ -152,10 +165,9 @@ def after_pools_ready(_result: Any, model_runner: Any, *_args: Any, **_kwargs: A
         return
     if getattr(model_runner, "is_draft_worker", False):
         return  # the target model's session shows its pool as unsupported
-    if speculates(model_runner.server_args) and not _hooked(
-        versions.KEEP_DRAFTS, around_move_drafts
-    ):
-        refuse_or_show_unsupported(config, versions.lacks(versions.KEEP_DRAFTS))
+    missing = _hook_features(model_runner.server_args)
+    if missing:
+        refuse_or_show_unsupported(config, versions.lacks(*missing))
         return
     setattr(model_runner, _ATTRIBUTE, Session(config, model_runner))
 
@@ -221,14 +233,27 @@ def around_move_drafts(
     return move() if session is None else session.keep_drafts(move, accept_index)
 
 
-def _hooked(target: str, around: Callable[..., Any]) -> bool:
-    """Whether ``target`` exists; from now on ``around`` is around it."""
+def before_prebuilt(batch: Any, *_args: Any) -> None:
+    """BEFORE ``process_prebuilt``: the prompts of ``batch`` were computed by another server."""
+    session: Session | None = getattr(batch.token_to_kv_pool_allocator, _ATTRIBUTE, None)
+    if session is not None:
+        session.adopt_prebuilt(batch)
+
+
+def _hook_features(server_args: Any) -> list[str]:
+    """Hooks what these settings need; the targets that the engine does not have."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if target not in HookRegistry._patched:
-        HookRegistry.register(target, around, HookType.AROUND)
-        HookRegistry.apply_hooks()
-    return target in HookRegistry._patched
+    hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
+        versions.KEEP_DRAFTS: (around_move_drafts, HookType.AROUND),
+        versions.PREBUILT: (before_prebuilt, HookType.BEFORE),
+    }
+    targets = [target for feature in features_in_use(server_args) for target in feature.hooks]
+    for target in targets:
+        if target not in HookRegistry._patched:
+            HookRegistry.register(target, *hooks[target])
+    HookRegistry.apply_hooks()
+    return [target for target in targets if target not in HookRegistry._patched]
 
 
 def refuse_or_show_unsupported(config: CanaryConfig, reason: str) -> None:

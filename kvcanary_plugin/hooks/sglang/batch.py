@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -227,9 +228,8 @@ class BatchTranslator:
         size = int(batch.batch_size)
         uids = np.full(size, _UNKNOWN_UID, dtype=np.int64)
         keys = np.zeros(size, dtype=np.int64)
-        for row, request in enumerate(requests[:size]):
-            uids[row] = self._uid_of(request)
-            keys[row] = self._identity_key_of(request)
+        known = min(len(requests), size)
+        uids[:known], keys[:known] = self.identities_of(requests[:size])
         identity = _BatchIdentity(
             request_ids=list(request_ids),
             uids=torch.from_numpy(uids).to(self._device, non_blocking=True),
@@ -237,6 +237,27 @@ class BatchTranslator:
         )
         self._identity = identity
         return identity
+
+    def identities_of(self, requests: Sequence[Any]) -> tuple[Int64Array, Int64Array]:
+        """uids and identity keys of scheduler requests."""
+        return (
+            np.array([self._uid_of(request) for request in requests], dtype=np.int64),
+            np.array([self._identity_key_of(request) for request in requests], dtype=np.int64),
+        )
+
+    def prompts_of(self, requests: Sequence[Any]) -> tuple[HostTokens, ...]:
+        """All tokens of scheduler requests whose prompts are in the pool already."""
+        return tuple(
+            HostTokens(
+                batch_row=row,
+                request_row=request_row(request),
+                request_uid=self._uid_of(request),
+                prefix_len=len(own_tokens(request)) - 1,
+                tokens=np.frombuffer(own_tokens(request)[:], dtype=np.int64),
+                identity_key=self._identity_key_of(request),
+            )
+            for row, request in enumerate(requests)
+        )
 
     def _uid_of(self, request: Any) -> int:
         uid = getattr(request, _UID, None)

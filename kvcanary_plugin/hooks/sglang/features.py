@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from kvcanary_plugin.hooks.sglang import versions
+
 _CHAINS_OR_TREES = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 _NGRAM = "NGRAM"
 
@@ -30,6 +32,8 @@ class Feature:
             guarded, because a canary that misses writes would alarm on slots that are fine.
         note: what is done, or why it is not.
         unguarded: (group, reason) of what stays unguarded beside the rest.
+        hooks: what has to exist in the engine beside the targets that every server needs.
+        windows_too: whether it also works for pools that a page table is translated to.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Feature:
     coverage: Coverage
     note: str
     unguarded: tuple[tuple[str, str], ...] = ()
+    hooks: tuple[str, ...] = ()
+    windows_too: bool = True
 
 
 def _has(setting: str) -> Callable[[Any], bool]:
@@ -66,8 +72,8 @@ def _drafts_trees_in_several_layers(server_args: Any) -> bool:
     return bool(getattr(server_args, "enable_multi_layer_eagle", False)) and topk > 1
 
 
-def _disaggregates(server_args: Any) -> bool:
-    return getattr(server_args, "disaggregation_mode", None) not in (None, "null")
+def _disaggregates(mode: str) -> Callable[[Any], bool]:
+    return lambda server_args: getattr(server_args, "disaggregation_mode", None) == mode
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -76,6 +82,7 @@ FEATURES: tuple[Feature, ...] = (
         _speculates(_NGRAM),
         Coverage.COVERED,
         "what is accepted gets its records when the engine has moved it into place",
+        hooks=(versions.KEEP_DRAFTS,),
     ),
     Feature(
         "speculation with a draft model (EAGLE, EAGLE3, NEXTN, STANDALONE)",
@@ -85,6 +92,7 @@ FEATURES: tuple[Feature, ...] = (
         unguarded=(
             ("draft", "the draft model writes its pool inside its own CUDA graphs, step by step"),
         ),
+        hooks=(versions.KEEP_DRAFTS,),
     ),
     Feature(
         "speculation with other algorithms",
@@ -111,16 +119,24 @@ FEATURES: tuple[Feature, ...] = (
         "load-back from a hierarchical cache is not covered",
     ),
     Feature(
-        "prefill/decode disaggregation",
-        _disaggregates,
-        Coverage.UNSUPPORTED,
-        "slots filled by prefill/decode disaggregation are not covered",
+        "prefill/decode disaggregation, prefill server",
+        _disaggregates("prefill"),
+        Coverage.COVERED,
+        "it computes every slot itself; what it sends is not looked at",
+    ),
+    Feature(
+        "prefill/decode disaggregation, decode server",
+        _disaggregates("decode"),
+        Coverage.EXTERNAL,
+        "what was sent is adopted when the request is ready to run",
+        hooks=(versions.PREBUILT,),
+        windows_too=False,
     ),
     Feature(
         "split prefill (pdmux)",
         _has("enable_pdmux"),
         Coverage.UNSUPPORTED,
-        "split prefill (pdmux) is not covered",
+        "prefill and decode run on two streams at once, and the canary's steps on one",
     ),
     Feature(
         "hierarchical sparse attention",
@@ -148,14 +164,17 @@ def features_in_use(server_args: Any) -> tuple[Feature, ...]:
     return tuple(feature for feature in FEATURES if feature.is_on(server_args))
 
 
+def unsupported_window(server_args: Any) -> str | None:
+    """Why pools that a page table is translated to cannot be guarded under these settings."""
+    for feature in features_in_use(server_args):
+        if not feature.windows_too:
+            return f"{feature.name}: slots of a sliding window may arrive without those before them"
+    return None
+
+
 def unsupported_feature(server_args: Any) -> str | None:
     """Why nothing can be guarded under these settings; None if nothing stands against it."""
     for feature in features_in_use(server_args):
         if feature.coverage is Coverage.UNSUPPORTED:
             return f"{feature.name}: {feature.note}"
     return None
-
-
-def speculates(server_args: Any) -> bool:
-    """Whether drafts are verified."""
-    return _algorithm(server_args) is not None

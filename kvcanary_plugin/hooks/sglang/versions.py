@@ -14,6 +14,10 @@ POOLS_READY = "sglang.srt.model_executor.model_runner.ModelRunner._init_post_mem
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 SAMPLE = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 KEEP_DRAFTS = "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache"
+PREBUILT = (
+    "sglang.srt.disaggregation.decode_schedule_batch_mixin"
+    ".ScheduleBatchDisaggregationDecodeMixin.process_prebuilt"
+)
 NEW_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 RELEASE_MEMORY = f"{_UPDATER}.release_memory_occupation"
