@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
+from kvcanary_plugin.kernels import concatenate_integers
 from kvcanary_plugin.kernels.consts import UNKNOWN, EventKind
 
 # What all kept forwards may take together, on the device and on the host; the oldest go first.
@@ -97,28 +98,20 @@ class _PendingEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """One forward as it is kept: its arrays in one device buffer of 32-bit words."""
+    """One forward as it is kept: its arrays in one device buffer."""
 
     step: int
     kind: ForwardKind
-    words: torch.Tensor
-    layout: tuple[tuple[torch.dtype, int], ...]  # dtype and elements of each array, in order
+    integers: torch.Tensor  # int64
+    sizes: tuple[int, ...]  # of each array, in order
     has_keys: bool
     host_tokens: tuple[HostTokens, ...]
     events: tuple[_PendingEvent, ...]
     num_bytes: int
 
     def fetch(self) -> RecordedForward:
-        words = self.words.cpu().numpy()
-        arrays = []
-        start = 0
-        for dtype, count in self.layout:
-            end = start + (2 * count if dtype == torch.int64 else count)
-            numbers = words[start:end]
-            arrays.append(
-                numbers.view(np.int64).copy() if dtype == torch.int64 else numbers.astype(np.int64)
-            )
-            start = end
+        integers = self.integers.cpu().numpy()
+        arrays = [array.copy() for array in np.split(integers, np.cumsum(self.sizes[:-1]))]
         keys = arrays.pop() if self.has_keys else None
         rows, uids, prefix_lens, extend_lens, input_ids, positions, *slots = arrays
         return RecordedForward(
@@ -180,26 +173,34 @@ class FlightRecorder:
         if not self.is_on:
             return
         extend = step.host_extend_lens
-        tokens = int(extend.sum()) if extend is not None else step.input_ids.shape[0]
+        present = step.input_ids.shape[0]
+        tokens = int(extend.sum()) if extend is not None else present
+        by_token = (step.input_ids, step.positions, *step.out_cache_loc)
+        if tokens != present:
+            by_token = tuple(array[:tokens] for array in by_token)
         # In the order in which _Frame.fetch takes them apart.
-        arrays = [step.request_rows, step.request_uids, step.prefix_lens, step.extend_lens]
-        arrays += [step.input_ids[:tokens], step.positions[:tokens]]
-        arrays += [slots[:tokens] for slots in step.out_cache_loc]
-        if step.identity_keys is not None:
-            arrays.append(step.identity_keys)
-        # As 32-bit words: concatenating several dtypes would be one launch for each array.
-        words = torch.cat([array.view(torch.int32) for array in arrays])
+        arrays = (
+            step.request_rows,
+            step.request_uids,
+            step.prefix_lens,
+            step.extend_lens,
+            *by_token,
+            *((step.identity_keys,) if step.identity_keys is not None else ()),
+        )
+        sizes = tuple(array.shape[0] for array in arrays)
+        integers = torch.empty(sum(sizes), dtype=torch.int64, device=step.request_rows.device)
+        concatenate_integers(arrays=arrays, output=integers)
         host_bytes = sum(request.tokens.nbytes for request in step.host_tokens)
         events, self._pending = tuple(self._pending), deque(maxlen=_MAX_PENDING_EVENTS)
         frame = _Frame(
             step.step,
             step.kind,
-            words,
-            tuple((array.dtype, array.shape[0]) for array in arrays),
+            integers,
+            sizes,
             step.identity_keys is not None,
             step.host_tokens,
             events,
-            4 * words.shape[0] + host_bytes + sum(_bytes_of(event) for event in events),
+            8 * integers.shape[0] + host_bytes + sum(_bytes_of(event) for event in events),
         )
         with self._lock:
             self._frames.append(frame)

@@ -7,6 +7,8 @@ from kvcanary_plugin.kernels.build import (
     build_cpu,
     build_cuda,
 )
+from kvcanary_plugin.kernels.concatenate import concatenate_integers
+from kvcanary_plugin.kernels.concatenate_ref import concatenate_integers_torch_reference
 from kvcanary_plugin.kernels.consts import (
     CANARY_CHAIN_ANCHOR,
     RECORD_BYTES,
@@ -95,6 +97,8 @@ __all__ = [
     "build_cuda",
     "chain_hash",
     "chain_hash_reference",
+    "concatenate_integers",
+    "concatenate_integers_torch_reference",
     "launch_canary_compare_tables_kernel",
     "launch_canary_compare_tables_kernel_torch_reference",
     "launch_canary_plan_kernels",

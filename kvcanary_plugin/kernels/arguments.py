@@ -6,6 +6,8 @@ the torch references, and say in one voice what was wrong after a binding has re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcanary_plugin.kernels.context import VerifyOrWriteContext
@@ -407,6 +409,22 @@ def check_compare_tables(
 ) -> None:
     check_reads(reads, device=context.canary_buf.device)
     _check_table_snapshot(snapshot, reads=reads)
+
+
+def check_concatenate(*, arrays: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    device = output.device
+    total = 0
+    for index, array in enumerate(arrays):
+        check_vector(f"arrays[{index}]", array, device=device, dtypes=INTEGERS)
+        total += array.numel()
+    check_vector(
+        "output",
+        output,
+        device=device,
+        dtypes=(torch.int64,),
+        size=total,
+        size_like="all arrays together",
+    )
 
 
 def check_translate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvcanary_plugin.kernels.arguments import INTEGERS, check_vector, refuse
@@ -64,17 +65,15 @@ def pack_events(events: Sequence[SlotEvent], *, device: torch.device) -> torch.T
     if not events:
         return None
     check_events(events, device=device)
-    rows = []
-    for event in events:
+    rows = np.zeros((len(events), EVENT_WORDS), dtype=np.int64)
+    for index, event in enumerate(events):
         slots, destinations = event.slots, event.destinations
-        rows.append(
-            [
-                int(event.kind),
-                slots.data_ptr() if slots is not None else 0,
-                slots.numel() if slots is not None else 0,
-                slots.element_size() if slots is not None else 8,
-                event.page_size,
-                destinations.data_ptr() if destinations is not None else 0,
-            ]
+        rows[index] = (
+            event.kind,
+            slots.data_ptr() if slots is not None else 0,
+            slots.shape[0] if slots is not None else 0,
+            slots.itemsize if slots is not None else 8,
+            event.page_size,
+            destinations.data_ptr() if destinations is not None else 0,
         )
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.from_numpy(rows)

@@ -644,6 +644,13 @@ def random_compare_tables(dice: Dice) -> dict[str, Any]:
     }
 
 
+def random_concatenate(dice: Dice) -> dict[str, Any]:
+    """Arguments of a concatenation: up to more arrays than one launch takes, some of them empty."""
+    sizes = [dice.choice((0, 1, 5, 200)) for _ in range(dice.choice((0, 1, 7, 10, 11, 21)))]
+    arrays = [dice.integers([dice.randint(-9, 9) for _ in range(size)]) for size in sizes]
+    return {"arrays": tuple(arrays), "output": torch.full((sum(sizes),), 77)}
+
+
 def random_translate(dice: Dice) -> dict[str, Any]:
     """Arguments of a translation."""
     size = dice.choice((1, 9, 30))

@@ -17,6 +17,7 @@ from kvcanary_plugin.kernels import (
     VerifyPlan,
     WritePlan,
     allocate_records,
+    concatenate_integers,
     launch_canary_plan_kernels,
     launch_canary_prepare_kernel,
     launch_canary_scrub_kernel,
@@ -173,6 +174,10 @@ def translate_arguments() -> dict[str, Any]:
         "full_to_swa_index_mapping": torch.arange(5),
         "output": torch.arange(3),
     }
+
+
+def concatenate_arguments() -> dict[str, Any]:
+    return {"arrays": (torch.arange(3), torch.arange(2)), "output": torch.arange(5)}
 
 
 def with_tensor(arguments: dict[str, Any], path: str, change: Change) -> dict[str, Any]:
@@ -414,6 +419,23 @@ def test_wrong_plan_arguments_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^kvcanary: {message}"):
         launch_canary_plan_kernels(**(plan_arguments() | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output": torch.arange(4)}, "output must have 5 entries like all arrays together, got 4"),
+        ({"output": torch.arange(6)}, "output must have 5 entries like all arrays together, got 6"),
+        ({"output": torch.zeros(5)}, "output must be int64, got torch.float32"),
+        ({"arrays": (torch.arange(3), torch.zeros(2))}, "arrays\\[1\\] must be int32 or int64"),
+        ({"arrays": (torch.arange(6)[::2], torch.arange(2))}, "arrays\\[0\\] must be contiguous"),
+    ],
+)
+def test_wrong_arrays_are_refused(
+    implementation: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^kvcanary: {message}"):
+        concatenate_integers(**(concatenate_arguments() | change))
 
 
 @pytest.mark.parametrize(

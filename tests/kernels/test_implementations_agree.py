@@ -26,6 +26,7 @@ LAUNCHES: list[tuple[str, Callable[[scenes.Dice], dict[str, Any]]]] = [
     ("launch_canary_snapshot_kernel", scenes.random_snapshot),
     ("launch_canary_compare_tables_kernel", scenes.random_compare_tables),
     ("translate_out_cache_loc", scenes.random_translate),
+    ("concatenate_integers", scenes.random_concatenate),
 ]
 
 

@@ -73,6 +73,11 @@ inline void check_size(const char* name, int64_t actual, int64_t expected, const
       << name << " must have " << expected << " entries like " << as << ", got " << actual;
 }
 
+inline void check_room(const char* name, int64_t actual, int64_t needed) {
+  KVCANARY_CHECK(actual >= needed)
+      << name << " must have at least " << needed << " entries, got " << actual;
+}
+
 // ---- one function per kind of tensor: check, then hand out what a kernel needs -----------------
 
 inline int64_t* int64_vector(const TensorView& tensor, const char* name, DLDevice device) {

@@ -369,6 +369,26 @@ void canary_translate(TensorView out_cache_loc, TensorView full_to_swa, TensorVi
   }
 }
 
+// Copies the arrays to output[start], ...; returns where the next one would start.
+int64_t canary_concatenate(TensorView output, int64_t start, TensorView first,
+                           Optional<TensorView> second, Optional<TensorView> third,
+                           Optional<TensorView> fourth, Optional<TensorView> fifth,
+                           Optional<TensorView> sixth, Optional<TensorView> seventh,
+                           Optional<TensorView> eighth, Optional<TensorView> ninth,
+                           Optional<TensorView> tenth) {
+  int64_t* const out = int64_vector(output, "output", kHost);
+  int64_t end = start;
+  for (const Optional<TensorView>& given :
+       {Optional<TensorView>(first), second, third, fourth, fifth, sixth, seventh, eighth, ninth,
+        tenth}) {
+    const IntArray array = optional_integers(given, "arrays", kHost);
+    check_room("output", output.numel(), end + array.size);
+    for (int64_t index = 0; index < array.size; ++index) out[end + index] = array[index];
+    end += array.size;
+  }
+  return end;
+}
+
 int64_t canary_chain_hash(TensorView tokens, int64_t identity_key, int64_t start_position,
                           int64_t previous, bool has_previous) {
   const IntArray sequence = integers(tokens, "tokens", kHost);
@@ -395,6 +415,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_scrub_range, canary_scrub_range);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_snapshot_table, canary_snapshot_table);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_compare_tables, canary_compare_tables);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_translate, canary_translate);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_concatenate, canary_concatenate);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_chain_hash, canary_chain_hash);
 
 }  // namespace kvcanary

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "checks.h"
+#include "concatenate.cuh"
 #include "device.cuh"
 #include "plan.cuh"
 #include "scrub.cuh"
@@ -380,8 +381,9 @@ void canary_prepare(TensorView launch, TensorView write_offsets, TensorView seed
   const int64_t threads = has_events ? num_requests : std::max(out_cache_loc.numel(), num_requests);
   const int64_t grid = std::min<int64_t>(divide_up(std::max<int64_t>(threads, 1), kPlanThreads),
                                          on_device.multiprocessors());
-  on_device.launch("canary_prepare", prepare_kernel, dim3(blocks(grid + (has_events ? 1 : 0), INT32_MAX)),
-                   kPlanThreads, context, arguments);
+  on_device.launch("canary_prepare", prepare_kernel,
+                   dim3(blocks(grid + (has_events ? 1 : 0), INT32_MAX)), kPlanThreads, context,
+                   arguments);
 }
 
 void canary_seal(TensorView launch, TensorView write_offsets, TensorView num_valid_reqs,
@@ -502,6 +504,36 @@ void canary_translate(TensorView out_cache_loc, TensorView full_to_swa, TensorVi
                    arguments);
 }
 
+// Copies the arrays to output[start], ...; returns where the next one would start.
+int64_t canary_concatenate(TensorView output, int64_t start, TensorView first,
+                           Optional<TensorView> second, Optional<TensorView> third,
+                           Optional<TensorView> fourth, Optional<TensorView> fifth,
+                           Optional<TensorView> sixth, Optional<TensorView> seventh,
+                           Optional<TensorView> eighth, Optional<TensorView> ninth,
+                           Optional<TensorView> tenth) {
+  const DLDevice device = output.device();
+  const Optional<TensorView> given[kArraysPerLaunch] = {first, second,  third,  fourth, fifth,
+                                                        sixth, seventh, eighth, ninth,  tenth};
+  ConcatenateArguments arguments{};
+  arguments.output = int64_vector(output, "output", device);
+  arguments.starts[0] = start;
+  for (int index = 0; index < kArraysPerLaunch; ++index) {
+    arguments.arrays[index] = optional_integers(given[index], "arrays", device);
+    arguments.starts[index + 1] = arguments.starts[index] + arguments.arrays[index].size;
+  }
+  const int64_t end = arguments.starts[kArraysPerLaunch];
+  check_room("output", output.numel(), end);
+  if (end == start) return end;
+
+  const OnDevice on_device(device);
+
+  const int64_t most = int64_t{8} * on_device.multiprocessors();
+  on_device.launch("canary_concatenate", concatenate_kernel,
+                   dim3(blocks(divide_up(end - start, kConcatenateThreads), most)),
+                   kConcatenateThreads, arguments);
+  return end;
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_write, canary_write);
@@ -515,5 +547,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_scrub_range, canary_scrub_range);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_snapshot_table, canary_snapshot_table);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_compare_tables, canary_compare_tables);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_translate, canary_translate);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_concatenate, canary_concatenate);
 
 }  // namespace kvcanary
