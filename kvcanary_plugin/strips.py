@@ -38,6 +38,8 @@ def head_strips(part: torch.Tensor) -> Iterator[RealKvSource]:
     Raises:
         UnsupportedLayout: when slots do not follow each other in equal steps.
     """
+    if part.ndim != 4:
+        raise UnsupportedLayout(f"K/V of shape {list(part.shape)} has no adapter")
     _, heads, tokens, size = part.shape
     _, head_stride, token_stride, inner_stride = part.stride()
     if size > 1 and inner_stride != 1:

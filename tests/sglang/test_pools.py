@@ -109,10 +109,10 @@ def test_an_unknown_pool_class_is_unsupported_by_name():
 
 def test_another_layout_of_a_known_class_is_unsupported():
     pool = mha()
-    pool.kv_cache_layout = "hnd"
+    pool.kv_cache_layout = "vectorized_5d"
     pools = guarded_pools(runner(pool))
     assert pools.groups == ()
-    assert "hnd" in pools.unsupported[0].reason
+    assert "vectorized_5d" in pools.unsupported[0].reason
 
 
 def kinds(events: SlotEvents) -> list[tuple[EventKind, list[int]]]:

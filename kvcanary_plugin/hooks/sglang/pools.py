@@ -1,17 +1,23 @@
-"""What memory is guarded: one short adapter per pool class of SGLang."""
+"""What memory is guarded: the pool classes of SGLang, and the groups that each of them holds.
+
+How a class lays out its slots stands in ``layouts``; here is how pools are put together. Classes
+are known by their exact name, so that a subclass never passes for its parent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from kvcanary_plugin.cache import KVCacheGroup, row_source
+from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.hooks.sglang.allocators import followable
 from kvcanary_plugin.hooks.sglang.features import unsupported_feature
+from kvcanary_plugin.hooks.sglang.layouts import LAYOUTS, LeftOut, SlotBytes
 from kvcanary_plugin.kernels import RealKvSource
+from kvcanary_plugin.strips import UnsupportedLayout
 
 # Row 0 of req_to_token pads CUDA-graph batches.
 PADDING_ROW = 0
@@ -34,39 +40,100 @@ class GuardedPools:
 
 
 def guarded_pools(model_runner: Any) -> GuardedPools:
-    """Groups of ``model_runner``'s KV pool; a class that no adapter knows is unsupported."""
+    """Groups of ``model_runner``'s KV pool; a class that is not known is unsupported."""
+    reason = unsupported_feature(model_runner.server_args) or _slots_mean_something_else(
+        model_runner
+    )
+    if reason is not None:
+        return _nothing(("full",), reason)
     pool = model_runner.token_to_kv_pool
-    refused = unsupported_feature(model_runner.server_args)
-    if refused is not None:
-        return GuardedPools((), (UnsupportedGroup("full", refused),))
-    adapter = _ADAPTERS.get(type(pool).__name__)
-    if adapter is None:
-        known = ", ".join(sorted(_ADAPTERS))
-        reason = f"pool class {type(pool).__name__} has no adapter (there are: {known})"
-        return GuardedPools((), (UnsupportedGroup("full", reason),))
-    return adapter(model_runner, pool)
+    name = type(pool).__name__
+    composite = COMPOSITES.get(name)
+    if composite is not None:
+        return composite.groups(model_runner, pool)
+    if _stands_alone(name):
+        return _plain(model_runner, pool)
+    return _nothing(("full",), UNSUPPORTED_POOLS.get(name) or _no_adapter(name))
 
 
-def _token_layout_problem(pool: Any) -> str | None:
-    layout = getattr(pool, "kv_cache_layout", "nhd")
-    return None if layout == "nhd" else f"layout {layout!r} of {type(pool).__name__} has no adapter"
+def _slots_mean_something_else(model_runner: Any) -> str | None:
+    """Settings under which the entries of req_to_token are no slots of this rank's pool."""
+    if int(getattr(model_runner.server_args, "dcp_size", None) or 1) > 1:
+        return "decode context parallelism spreads the slots of a request over ranks"
+    if getattr(getattr(model_runner, "model_config", None), "is_encoder_decoder", False):
+        return "rows of encoder-decoder models begin with the slots of the encoder's tokens"
+    return None
 
 
-def _slot_sources(buffers: list[torch.Tensor]) -> tuple[RealKvSource, ...]:
-    """Sources of per-layer buffers [slots, ...] in which a row is a slot."""
-    return tuple(row_source(buffer) for buffer in buffers)
+def _stands_alone(class_name: str) -> bool:
+    return class_name in LAYOUTS and LAYOUTS[class_name].group is not None
 
 
-def _group(model_runner: Any, pool: Any, name: str, buffers: list[torch.Tensor]) -> KVCacheGroup:
+def _no_adapter(class_name: str) -> str:
+    known = ", ".join(sorted([*filter(_stands_alone, LAYOUTS), *COMPOSITES]))
+    return f"pool class {class_name} has no adapter (there are: {known})"
+
+
+def _nothing(names: tuple[str, ...], reason: str) -> GuardedPools:
+    return GuardedPools((), tuple(UnsupportedGroup(name, reason) for name in names))
+
+
+# ---- pools of one numbering ----------------------------------------------------------------------
+
+
+def _plain(model_runner: Any, pool: Any) -> GuardedPools:
+    group = LAYOUTS[type(pool).__name__].group
+    assert group is not None
+    try:
+        return _group_of(model_runner, group, pool)
+    except UnsupportedLayout as problem:
+        return _nothing((group,), str(problem))
+
+
+def _group_of(model_runner: Any, name: str, pool: Any) -> GuardedPools:
+    """The group ``name`` over the slots of one pool, and what of its bytes is left out."""
+    page_size = int(pool.page_size)
+    held = _slot_bytes(pool)
+    # Whole pages are handed out, from page 1 on. A pool that shrinks later never uses the rest.
+    num_slots = (int(pool.size) // page_size + 1) * page_size
+    group = _table_group(model_runner, name, num_slots=num_slots, sources=held.sources)
+    return GuardedPools((group,), _named(name, held.left_out))
+
+
+def _slot_bytes(*pools: Any) -> SlotBytes:
+    """The bytes of pools that share one numbering. Raises UnsupportedLayout."""
+    held = []
+    for pool in pools:
+        layout = LAYOUTS.get(type(pool).__name__)
+        if layout is None:
+            raise UnsupportedLayout(f"sub-pool class {type(pool).__name__} has no adapter")
+        held.append(layout.slot_bytes(pool))
+    return SlotBytes(
+        tuple(source for part in held for source in part.sources),
+        tuple(left_out for part in held for left_out in part.left_out),
+    )
+
+
+def _named(group: str, left_out: tuple[LeftOut, ...]) -> tuple[UnsupportedGroup, ...]:
+    return tuple(UnsupportedGroup(f"{group}_{part.part}", part.reason) for part in left_out)
+
+
+def _table_group(
+    model_runner: Any, name: str, *, num_slots: int, sources: tuple[RealKvSource, ...]
+) -> KVCacheGroup:
+    for source in sources:
+        covered = source.tensor.shape[0] * source.page_size
+        if covered < num_slots:
+            raise UnsupportedLayout(f"a buffer holds {covered} slots and the pool {num_slots}")
     return KVCacheGroup(
         name=name,
-        num_slots=pool.size + pool.page_size,
+        num_slots=num_slots,
         page_table=model_runner.req_to_token_pool.req_to_token,
         page_size=1,
         padding_row=PADDING_ROW,
         tracks_allocation=name in followable(model_runner.token_to_kv_pool_allocator),
         table_stable_through_forward=_table_is_stable(model_runner),
-        sources=_slot_sources(buffers),
+        sources=sources,
     )
 
 
@@ -79,43 +146,155 @@ def _table_is_stable(model_runner: Any) -> bool:
     return on_cpu or bool(getattr(model_runner.server_args, "disable_overlap_schedule", False))
 
 
-def _mha(model_runner: Any, pool: Any) -> GuardedPools:
-    problem = _token_layout_problem(pool)
-    if problem is not None:
-        return GuardedPools((), (UnsupportedGroup("full", problem),))
-    group = _group(model_runner, pool, "full", [*pool.k_buffer, *pool.v_buffer])
-    return GuardedPools((group,), ())
+# ---- pools put together --------------------------------------------------------------------------
 
 
-def _mla(model_runner: Any, pool: Any) -> GuardedPools:
-    group = _group(model_runner, pool, "mla", list(pool.kv_buffer))
-    return GuardedPools((group,), ())
+def _windowed(model_runner: Any, group: KVCacheGroup, lookup: torch.Tensor | None) -> KVCacheGroup:
+    return replace(group, full_to_swa=lookup, swa_window_size=int(model_runner.sliding_window_size))
 
 
 def _swa(model_runner: Any, pool: Any) -> GuardedPools:
-    parts = (pool.full_kv_pool, pool.swa_kv_pool)
-    for part in parts:
-        problem = _token_layout_problem(part)
-        if _ADAPTERS.get(type(part).__name__) is not _mha:
-            problem = f"sub-pool class {type(part).__name__} has no adapter inside SWAKVPool"
-        if problem is not None:
-            return GuardedPools(
-                (), (UnsupportedGroup("full", problem), UnsupportedGroup("swa", problem))
-            )
-    full, swa = (
-        _group(model_runner, part, name, [*part.k_buffer, *part.v_buffer])
-        for part, name in zip(parts, ("full", "swa"), strict=True)
-    )
-    windowed = replace(
-        swa,
-        full_to_swa=pool.full_to_swa_index_mapping,
-        swa_window_size=int(model_runner.sliding_window_size),
-    )
-    return GuardedPools((full, windowed), ())
+    """Layers with full attention and layers with a window, each with a numbering of its own."""
+    if getattr(pool, "swa_uses_full_indices", False):
+        return _nothing(("full", "swa"), "the window's pool is addressed without its lookup table")
+    try:
+        swa = _group_of(model_runner, "swa", pool.swa_kv_pool)
+        if pool.full_layer_nums == 0:  # then req_to_token holds the window's slots
+            windowed = _windowed(model_runner, swa.groups[0], None)
+            return GuardedPools((windowed,), swa.unsupported)
+        full = _group_of(model_runner, "full", pool.full_kv_pool)
+    except UnsupportedLayout as problem:
+        return _nothing(("full", "swa"), str(problem))
+    windowed = _windowed(model_runner, swa.groups[0], pool.full_to_swa_index_mapping)
+    return GuardedPools((*full.groups, windowed), (*full.unsupported, *swa.unsupported))
 
 
-_ADAPTERS: dict[str, Callable[[Any, Any], GuardedPools]] = {
-    "MHATokenToKVPool": _mha,
-    "MLATokenToKVPool": _mla,
-    "SWAKVPool": _swa,
+def _hybrid_linear(model_runner: Any, pool: Any) -> GuardedPools:
+    """Layers with full attention beside layers that carry a state per request."""
+    state = UnsupportedGroup("mamba", "a recurrent state has no slots: every token rewrites it")
+    part = pool.full_kv_pool
+    if not _stands_alone(type(part).__name__):
+        problem = f"sub-pool class {type(part).__name__} has no adapter"
+        return GuardedPools((), (UnsupportedGroup("full", problem), state))
+    full = _plain(model_runner, part)
+    return GuardedPools(full.groups, (*full.unsupported, state))
+
+
+def _qsa(model_runner: Any, pool: Any) -> GuardedPools:
+    """As a hybrid, with a compressed index."""
+    hybrid = _hybrid_linear(model_runner, pool)
+    index = UnsupportedGroup("full_index", "a compressed index key belongs to several tokens")
+    return GuardedPools(hybrid.groups, (*hybrid.unsupported, index))
+
+
+def _minimax_sparse(model_runner: Any, pool: Any) -> GuardedPools:
+    """K and V and the keys (and values) of the sparse index, all under one numbering."""
+    parts = (pool.main_pool, pool.index_kv_pool, pool.index_k_pool)
+    page_size = int(pool.page_size)
+    try:
+        held = _slot_bytes(*(part for part in parts if part is not None))
+        group = _table_group(
+            model_runner,
+            "full",
+            num_slots=(int(pool.size) // page_size + 1) * page_size,
+            sources=held.sources,
+        )
+    except UnsupportedLayout as problem:
+        return _nothing(("full",), str(problem))
+    return GuardedPools((group,), _named("full", held.left_out))
+
+
+_DSV4_PARTS = (
+    UnsupportedGroup(
+        "full_bytes",
+        "a compressed row (c4, c128 and their index) belongs to several tokens and is written with"
+        " the last of them; tokens and positions of the slots are guarded, its bytes are not",
+    ),
+    UnsupportedGroup("compress_state", "compressor states belong to a request, not to slots"),
+)
+
+
+def _deepseek_v4(model_runner: Any, pool: Any) -> GuardedPools:
+    """The window's rows with their bytes; the slots that compressed rows are numbered by."""
+    lookup = pool.full_to_swa_index_mapping
+    paged = getattr(pool, "swa_kv_pool", None)
+    in_a_ring = getattr(pool, "swa_req_ring_size", None) is not None
+    if paged is None or in_a_ring or lookup is None:
+        reason = "the window lies in a ring or a row of each request, not in slots"
+        return _nothing(("full", "swa"), reason)
+    try:
+        held = _slot_bytes(paged)
+        page_size = int(pool.swa_page_size)
+        swa = _table_group(
+            model_runner,
+            "swa",
+            num_slots=(int(paged.size) // page_size + 1) * page_size,
+            sources=held.sources,
+        )
+    except UnsupportedLayout as problem:
+        return _nothing(("full", "swa"), str(problem))
+    # The lookup table has one entry a slot, and one more for "no slot".
+    full = _table_group(model_runner, "full", num_slots=lookup.shape[0] - 1, sources=())
+    return GuardedPools((full, _windowed(model_runner, swa, lookup)), _DSV4_PARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composite:
+    """A pool class that is put together of others.
+
+    Fields:
+        groups: its groups.
+        covers: for the feature table, what is guarded.
+        left_out: what never is.
+    """
+
+    groups: Callable[[Any, Any], GuardedPools]
+    covers: str
+    left_out: str = ""
+
+
+COMPOSITES: Mapping[str, Composite] = {
+    "SWAKVPool": Composite(
+        groups=_swa, covers="full and windowed layers, each of any class that stands alone"
+    ),
+    "HybridLinearKVPool": Composite(
+        groups=_hybrid_linear,
+        covers="layers with full attention, of any class that stands alone",
+        left_out="recurrent states",
+    ),
+    "QSATokenToKVPool": Composite(
+        groups=_qsa,
+        covers="layers with full attention, of any class that stands alone",
+        left_out="recurrent states and compressed index keys",
+    ),
+    "MiniMaxSparseKVPool": Composite(
+        groups=_minimax_sparse, covers="K and V, and the sparse index' keys and values"
+    ),
+    "DeepSeekV4TokenToKVPool": Composite(
+        groups=_deepseek_v4,
+        covers="the window's values and scales; tokens and positions of every slot",
+        left_out="compressed rows (c4, c128, index) and compressor states",
+    ),
+}
+
+_MOVES = (
+    "slots are virtual: compaction moves their bytes between forwards, and sub-pools share them"
+)
+_STRIPES = "a slot's bytes are spread over ranks"
+_HISPARSE = "slots are a cache of host memory"
+
+# Classes that are known, and cannot be guarded.
+UNSUPPORTED_POOLS: Mapping[str, str] = {
+    "NoOpMHATokenToKVPool": "nothing is cached",
+    "UnifiedMHATokenToKVPool": _MOVES,
+    "UnifiedMLATokenToKVPool": _MOVES,
+    "UnifiedHybridLinearKVPool": _MOVES,
+    "UnifiedSWAKVPool": _MOVES,
+    "PageInterleaveMHATokenToKVPool": _STRIPES,
+    "PageInterleaveMLATokenToKVPool": _STRIPES,
+    "PageInterleaveDSATokenToKVPool": _STRIPES,
+    "LayerSplitDSATokenToKVPool": "layers are spread over ranks, which copy them into scratch",
+    "HiSparseDSATokenToKVPool": _HISPARSE,
+    "HiSparseMHAMainPool": _HISPARSE,
+    "MiniMaxM3Nvfp4KVPool": "block scales interleave the slots of a page",
 }
