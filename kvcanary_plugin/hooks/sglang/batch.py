@@ -36,6 +36,21 @@ class _BatchIdentity:
     keys: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _DecodeBuffers:
+    """What a decode of ``size`` requests needs, made once for decodes that follow each other."""
+
+    size: int
+    prefix: torch.Tensor
+    ones: torch.Tensor
+    host_ones: Int64Array
+
+
+def _first(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """The first ``size`` entries; a view is made only where there are more."""
+    return tensor if tensor.shape[0] == size else tensor[:size]
+
+
 class BatchTranslator:
     """Turns the batches of one model runner into steps; counts steps and hands out request uids."""
 
@@ -54,6 +69,7 @@ class BatchTranslator:
         self._next_uid = 1
         self._step = 0
         self._identity: _BatchIdentity | None = None
+        self._decode: _DecodeBuffers | None = None
         self._weights = 0  # updates of the weights behind which the cache was flushed
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         rows = groups[0].page_table.shape[0]
@@ -105,19 +121,24 @@ class BatchTranslator:
 
     def _decode_step(self, batch: Any) -> ForwardStep:
         size = int(batch.batch_size)
+        buffers = self._decode
+        if buffers is None or buffers.size != size:
+            buffers = self._decode = _DecodeBuffers(
+                size, self._decode_prefix[:size], self._ones[:size], np.ones(size, dtype=np.int64)
+            )
         # Not `positions`: what is verified must not hang on the input that may be wrong.
-        prefix = torch.sub(batch.seq_lens[:size], 1, out=self._decode_prefix[:size])
+        prefix = torch.sub(_first(batch.seq_lens, size), 1, out=buffers.prefix)
         lens_on_host = getattr(batch, "seq_lens_cpu", None)
-        host_prefix = (
-            lens_on_host[:size].numpy().astype(np.int64) - 1 if lens_on_host is not None else None
-        )
+        host_prefix = None
+        if lens_on_host is not None:
+            host_prefix = np.subtract(lens_on_host.numpy()[:size], 1, dtype=np.int64)
         return self._step_of(
             batch,
             kind=ForwardKind.DECODE if getattr(batch, "rids", None) else ForwardKind.DUMMY,
             prefix=prefix,
-            extend=self._ones[:size],
+            extend=buffers.ones,
             host_prefix=host_prefix,
-            host_extend=np.ones(size, dtype=np.int64) if host_prefix is not None else None,
+            host_extend=buffers.host_ones if host_prefix is not None else None,
             host_tokens=(),
             rebuild_identity=False,
         )
@@ -184,7 +205,7 @@ class BatchTranslator:
         return ForwardStep(
             kind=kind,
             step=self._step,
-            request_rows=batch.req_pool_indices[: batch.batch_size],
+            request_rows=_first(batch.req_pool_indices, int(batch.batch_size)),
             request_uids=identity.uids,
             prefix_lens=prefix,
             extend_lens=extend,
