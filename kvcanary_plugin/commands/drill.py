@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
                 soak = run_soak(server, forwards=arguments.forwards, conversations=24)
                 print(f"Mixed traffic: {soak.as_text()}", flush=True)
                 alarms += 0 if soak.passed else 1
+            by_rank = drill.forwards_by_rank()
+            print(f"Forwards checked so far, by tp_rank: {by_rank}", flush=True)
             results = list(_shown(drill.run(engine.every_case(model), with_twins=True)))
     print((matrix.as_markdown if arguments.markdown else matrix.as_text)(results))
     print(f"\nSame traffic without a fault: {silent.violations} violations.")

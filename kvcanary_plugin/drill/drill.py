@@ -258,6 +258,15 @@ class Drill:
             forwards=_gained(before, after, FORWARDS),
         )
 
+    def forwards_by_rank(self) -> dict[int, int]:
+        """Forwards that each tensor-parallel rank has checked, by its label on /metrics."""
+        snapshot = self._snapshot()
+        ranks = sorted({int(series.labels["tp_rank"]) for series in snapshot.series(FORWARDS)})
+        return {
+            rank: int(snapshot.total(FORWARDS, tp_rank=str(rank), result="checked"))
+            for rank in ranks
+        }
+
     def run(self, cases: Sequence[FaultCase], *, with_twins: bool = False) -> Iterator[DrillResult]:
         """Plant one fault after the other; the cache is flushed before each.
 
