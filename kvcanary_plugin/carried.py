@@ -211,6 +211,36 @@ def verify_bytes(
         _seal_as_found(guard, torch.where(had_bytes, slots, torch.full_like(slots, UNKNOWN)), step)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadInFlight:
+    """Imported slots of a group whose bytes are still on their way.
+
+    Fields:
+        slots: int64 [n].
+        carried: their records.
+        words: int32 [n], state word of each slot behind the import.
+    """
+
+    slots: torch.Tensor
+    carried: CarriedRecords
+    words: torch.Tensor
+
+
+def import_in_flight(
+    guard: GroupGuard, slots: torch.Tensor, carried: CarriedRecords, *, step: int
+) -> LoadInFlight:
+    """:func:`import_records` of slots (int64 [n]) whose bytes arrive later, on another stream."""
+    import_records(guard, slots, carried, step=step, verify=False)
+    return LoadInFlight(slots, carried, _states(guard, slots)[1])
+
+
+def bytes_arrived(guard: GroupGuard, load: LoadInFlight, *, step: int) -> None:
+    """:func:`verify_bytes` of the slots of ``load`` that nobody has given back meanwhile."""
+    _, words = _states(guard, load.slots)
+    same = torch.where(words == load.words, load.slots, torch.full_like(load.slots, UNKNOWN))
+    verify_bytes(guard, same, load.carried, step=step)
+
+
 def adopt(
     guard: GroupGuard,
     slots: torch.Tensor,

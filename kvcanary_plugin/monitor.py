@@ -20,9 +20,12 @@ from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.carried import (
     CarriedRecords,
     ExternalSlots,
+    LoadInFlight,
     adopt,
     adopt_sequences,
+    bytes_arrived,
     export_records,
+    import_in_flight,
     import_records,
     take_folds_along,
     verify_bytes,
@@ -314,6 +317,23 @@ class CanaryMonitor:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
                 self._apply_queued_events()
                 verify_bytes(self.guards[index], slots, carried, step=self._last_step)
+
+    def import_in_flight(
+        self, index: int, slots: torch.Tensor, carried: CarriedRecords
+    ) -> LoadInFlight | None:
+        """Records are back, the bytes of ``slots`` arrive later; None when the canary is blind."""
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
+                return import_in_flight(self.guards[index], slots, carried, step=self._last_step)
+        return None
+
+    def bytes_arrived(self, index: int, load: LoadInFlight) -> None:
+        """The bytes of ``load`` are there now, on the current stream."""
+        if self.blind_because is None:
+            with self.guard_errors("lifecycle"), self._gate.engine_works():
+                self._apply_queued_events()
+                bytes_arrived(self.guards[index], load, step=self._last_step)
 
     def adopt_slots(
         self,

@@ -337,7 +337,10 @@ def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(own_se
     ("flags", "reason"),
     [
         (("--enable-page-major-kv-layout",), "has no adapter"),
-        (("--enable-hierarchical-cache",), "hierarchical cache is not covered"),
+        (
+            ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+            "hierarchical cache with storage",
+        ),
     ],
 )
 def test_what_cannot_be_guarded_is_shown_as_unsupported(own_server, tmp_path, flags, reason):

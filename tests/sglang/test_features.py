@@ -12,7 +12,7 @@ from kvcanary_plugin.hooks.sglang.features import (
     Coverage,
     features_in_use,
     unsupported_feature,
-    unsupported_window,
+    unsupported_pool,
 )
 
 
@@ -35,6 +35,7 @@ def test_a_plain_server_uses_none_of_them():
             "speculative_eagle_topk": 4,
         },
         {"enable_hisparse": True},
+        {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
         {"enable_lmcache": True},
         {"dllm_algorithm": "LowConfidence"},
     ],
@@ -61,16 +62,21 @@ def test_speculation_guards_the_target_model(values: dict[str, Any], unguarded: 
 
 
 @pytest.mark.parametrize(
-    ("mode", "coverage", "windows"),
-    [("prefill", Coverage.COVERED, True), ("decode", Coverage.EXTERNAL, False)],
+    ("values", "coverage", "every_pool"),
+    [
+        ({"disaggregation_mode": "prefill"}, Coverage.COVERED, True),
+        ({"disaggregation_mode": "decode"}, Coverage.EXTERNAL, False),
+        ({"enable_hierarchical_cache": True}, Coverage.EXTERNAL, False),
+    ],
 )
-def test_both_sides_of_a_disaggregated_server_are_guarded(
-    mode: str, coverage: Coverage, windows: bool
+def test_slots_that_travel_are_guarded_in_pools_of_one_group(
+    values: dict[str, Any], coverage: Coverage, every_pool: bool
 ):
-    values = settings(disaggregation_mode=mode)
-    assert unsupported_feature(values) is None
-    assert [feature.coverage for feature in features_in_use(values)] == [coverage]
-    assert (unsupported_window(values) is None) is windows
+    args = settings(**values)
+    assert unsupported_feature(args) is None
+    assert [feature.coverage for feature in features_in_use(args)] == [coverage]
+    assert unsupported_pool(args, "MHATokenToKVPool") is None
+    assert (unsupported_pool(args, "SWAKVPool") is None) is every_pool
 
 
 def test_each_feature_has_a_name_of_its_own_and_a_note():

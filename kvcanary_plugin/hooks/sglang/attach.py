@@ -10,11 +10,12 @@ import torch
 
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
-from kvcanary_plugin.hooks.sglang import flag, memory, transfers, versions
+from kvcanary_plugin.hooks.sglang import flag, host_tier, memory, transfers, versions
 from kvcanary_plugin.hooks.sglang.allocators import follow, followable
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
 from kvcanary_plugin.hooks.sglang.copies import PoolCopies, follow_copies
-from kvcanary_plugin.hooks.sglang.features import features_in_use, unsupported_window
+from kvcanary_plugin.hooks.sglang.features import features_in_use, unsupported_pool
+from kvcanary_plugin.hooks.sglang.host_tier import HostTier
 from kvcanary_plugin.hooks.sglang.pools import guarded_pools
 from kvcanary_plugin.metrics import RankLabels
 from kvcanary_plugin.monitor import CanaryMonitor
@@ -32,9 +33,10 @@ class Session:
         pools = guarded_pools(model_runner)
         unguarded = [UnguardedGroup(group.name, group.reason) for group in pools.unsupported]
         groups = pools.groups
-        window_reason = unsupported_window(model_runner.server_args)
-        if window_reason is not None and any(group.full_to_swa is not None for group in groups):
-            unguarded += [UnguardedGroup(group.name, window_reason) for group in groups]
+        pool = model_runner.token_to_kv_pool
+        problem = unsupported_pool(model_runner.server_args, type(pool).__name__)
+        if problem is not None:
+            unguarded += [UnguardedGroup(group.name, problem) for group in groups]
             groups = ()
         for feature in features_in_use(model_runner.server_args):
             unguarded += [UnguardedGroup(name, reason) for name, reason in feature.unguarded]
@@ -60,9 +62,13 @@ class Session:
         self.flushes = 0
         self._count_flushes(model_runner.token_to_kv_pool_allocator)
         self._copies: PoolCopies | None = None
+        self._host_tier: HostTier | None = None
         if self._canary.monitor is not None:
             self._follow_allocators(model_runner, self._canary.monitor)
-            self._copies = follow_copies(model_runner.token_to_kv_pool, self._canary.monitor)
+            self._copies = follow_copies(pool, self._canary.monitor)
+            if getattr(model_runner.server_args, "enable_hierarchical_cache", False):
+                self._host_tier = HostTier(self._canary.monitor, self._canary.monitor.guards[0])
+                setattr(pool, _ATTRIBUTE, self._host_tier)
             # Some hooks see no model runner.
             setattr(model_runner.token_to_kv_pool_allocator, _ATTRIBUTE, self)
 
@@ -71,6 +77,8 @@ class Session:
         if self._translator is None:
             return run()
         self._end_requests_that_were_hit()
+        if self._host_tier is not None and self._host_tier.has_loads:
+            self._host_tier.before_forward()
         with self._canary.around_forward(lambda: self._translate(forward_batch)):
             return run()
 
@@ -240,6 +248,23 @@ def before_prebuilt(batch: Any, *_args: Any) -> None:
         session.adopt_prebuilt(batch)
 
 
+def around_backup(original: Callable[..., Any], engine: Any, transfers: Any) -> Any:
+    """AROUND ``L2TransferEngine.submit_device_to_host``."""
+    return host_tier.around_backup(original, engine, transfers, _ATTRIBUTE)
+
+
+def around_load(original: Callable[..., Any], engine: Any, transfers: Any, **how: Any) -> Any:
+    """AROUND ``L2TransferEngine.submit_host_to_device``."""
+    return host_tier.around_load(original, engine, transfers, _ATTRIBUTE, **how)
+
+
+def before_attach_storage(controller: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE ``HiCacheController.attach_storage_backend``: bytes without records will come."""
+    tier: HostTier | None = getattr(controller.mem_pool_device, _ATTRIBUTE, None)
+    if tier is not None:
+        tier.storage_is_attached()
+
+
 def _hook_features(server_args: Any) -> list[str]:
     """Hooks what these settings need; the targets that the engine does not have."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -247,6 +272,9 @@ def _hook_features(server_args: Any) -> list[str]:
     hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
         versions.KEEP_DRAFTS: (around_move_drafts, HookType.AROUND),
         versions.PREBUILT: (before_prebuilt, HookType.BEFORE),
+        versions.BACKUP: (around_backup, HookType.AROUND),
+        versions.LOAD_BACK: (around_load, HookType.AROUND),
+        versions.ATTACH_STORAGE: (before_attach_storage, HookType.BEFORE),
     }
     targets = [target for feature in features_in_use(server_args) for target in feature.hooks]
     for target in targets:

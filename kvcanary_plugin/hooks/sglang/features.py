@@ -12,6 +12,9 @@ from kvcanary_plugin.hooks.sglang import versions
 _CHAINS_OR_TREES = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 _NGRAM = "NGRAM"
 
+# Pools whose slots are those of the page table, all of one group.
+_ONE_GROUP = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
+
 
 class Coverage(StrEnum):
     """How far slots that a feature fills are guarded."""
@@ -33,7 +36,7 @@ class Feature:
         note: what is done, or why it is not.
         unguarded: (group, reason) of what stays unguarded beside the rest.
         hooks: what has to exist in the engine beside the targets that every server needs.
-        windows_too: whether it also works for pools that a page table is translated to.
+        pools: classes of pools that it works with; None for all.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Feature:
     note: str
     unguarded: tuple[tuple[str, str], ...] = ()
     hooks: tuple[str, ...] = ()
-    windows_too: bool = True
+    pools: frozenset[str] | None = None
 
 
 def _has(setting: str) -> Callable[[Any], bool]:
@@ -113,10 +116,18 @@ FEATURES: tuple[Feature, ...] = (
         "accepted tokens are not moved into place",
     ),
     Feature(
-        "hierarchical cache",
+        "hierarchical cache (MHA and MLA pools)",
         _has("enable_hierarchical_cache"),
+        Coverage.EXTERNAL,
+        "records stay while bytes are on the host, and what is loaded back is compared with them",
+        hooks=(versions.BACKUP, versions.LOAD_BACK, versions.ATTACH_STORAGE),
+        pools=_ONE_GROUP,
+    ),
+    Feature(
+        "hierarchical cache with storage",
+        _has("hicache_storage_backend"),
         Coverage.UNSUPPORTED,
-        "load-back from a hierarchical cache is not covered",
+        "what storage brings back comes without records",
     ),
     Feature(
         "prefill/decode disaggregation, prefill server",
@@ -130,7 +141,7 @@ FEATURES: tuple[Feature, ...] = (
         Coverage.EXTERNAL,
         "what was sent is adopted when the request is ready to run",
         hooks=(versions.PREBUILT,),
-        windows_too=False,
+        pools=_ONE_GROUP,
     ),
     Feature(
         "split prefill (pdmux)",
@@ -164,11 +175,11 @@ def features_in_use(server_args: Any) -> tuple[Feature, ...]:
     return tuple(feature for feature in FEATURES if feature.is_on(server_args))
 
 
-def unsupported_window(server_args: Any) -> str | None:
-    """Why pools that a page table is translated to cannot be guarded under these settings."""
+def unsupported_pool(server_args: Any, pool_class: str) -> str | None:
+    """Why a pool of that class cannot be guarded under these settings; None if it can."""
     for feature in features_in_use(server_args):
-        if not feature.windows_too:
-            return f"{feature.name}: slots of a sliding window may arrive without those before them"
+        if feature.pools is not None and pool_class not in feature.pools:
+            return f"{feature.name}: not with a {pool_class}"
     return None
 
 

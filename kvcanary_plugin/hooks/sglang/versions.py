@@ -18,6 +18,9 @@ PREBUILT = (
     "sglang.srt.disaggregation.decode_schedule_batch_mixin"
     ".ScheduleBatchDisaggregationDecodeMixin.process_prebuilt"
 )
+BACKUP = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.submit_device_to_host"
+LOAD_BACK = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.submit_host_to_device"
+ATTACH_STORAGE = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
 NEW_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 RELEASE_MEMORY = f"{_UPDATER}.release_memory_occupation"

@@ -1,0 +1,172 @@
+"""Slots that SGLang's hierarchical cache keeps on the host and loads back.
+
+The records of a slot stay on the device, in rows of their own, as long as its bytes are on the
+host. Loads run beside the forward that reads them, layer by layer: their records are put back when
+that forward is launched, and their bytes are compared once all of them have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcanary_plugin.carried import CarriedRecords, LoadInFlight
+from kvcanary_plugin.guard import GroupGuard
+from kvcanary_plugin.kernels.consts import RECORD_FIELDS
+from kvcanary_plugin.monitor import CanaryMonitor
+
+# Tensors of past transfers that are kept: launches on other streams may still read them.
+_KEPT = 64
+
+
+class StorageAttachedError(RuntimeError):
+    """Slots will be loaded that nobody has records of."""
+
+
+class HostRecords:
+    """The records of one host pool's slots, on the device: 33 bytes for each.
+
+    Args:
+        num_slots: slots of the host pool.
+        device: where the records of the device's slots are.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._records = torch.zeros((num_slots, RECORD_FIELDS), dtype=torch.int64, device=device)
+        self._states = torch.zeros(num_slots, dtype=torch.uint8, device=device)
+        self._layout = 0
+
+    def put(self, host_slots: torch.Tensor, carried: CarriedRecords) -> None:
+        """``carried`` belongs to ``host_slots`` (int64 [n], on the device) from now on."""
+        self._records[host_slots] = carried.records
+        self._states[host_slots] = carried.states
+        self._layout = carried.layout
+
+    def take(self, host_slots: torch.Tensor) -> CarriedRecords:
+        """The records of ``host_slots`` (int64 [n], on the device)."""
+        return CarriedRecords(
+            records=self._records[host_slots],
+            states=self._states[host_slots],
+            layout=self._layout,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A transfer back to the device that has been submitted."""
+
+    host_records: HostRecords
+    host_slots: torch.Tensor
+    slots: torch.Tensor
+    finished: Any  # the engine's event
+
+
+class HostTier:
+    """Follows the transfers of one engine rank between its pool and the host."""
+
+    def __init__(self, monitor: CanaryMonitor, guard: GroupGuard) -> None:
+        """
+        Args:
+            monitor: the canary.
+            guard: the only group of the pool.
+        """
+        self._monitor = monitor
+        self._index = guard.index
+        self._device = guard.group.device
+        self._host_records: dict[int, HostRecords] = {}
+        self._submitted: list[_Load] = []
+        self._arriving: list[tuple[_Load, LoadInFlight]] = []
+        self._kept: deque[Any] = deque(maxlen=_KEPT)
+        self.has_loads = False
+
+    def before_backup(self, transfer: Any, stream: Any) -> None:
+        """BEFORE the bytes of a transfer leave for the host on ``stream``, whose work so far is
+        done before they are read: their records leave with them."""
+        host_records = self._records_of(transfer.host_pool)
+        host_slots, slots = self._indices(transfer)
+        with self._after_the_engine(stream):
+            carried = self._monitor.export_slots(self._index, slots)
+            if carried is not None:
+                host_records.put(host_slots, carried)
+        self._kept.append((host_slots, slots, carried))
+
+    def after_load(self, transfer: Any, finished: Any) -> None:
+        """AFTER a transfer back to the device was submitted; ``finished`` is its last event."""
+        host_slots, slots = self._indices(transfer)
+        self._submitted.append(
+            _Load(self._records_of(transfer.host_pool), host_slots, slots, finished)
+        )
+        self.has_loads = True
+
+    def before_forward(self) -> None:
+        """On the forward's stream: records of what was submitted, bytes of what has arrived."""
+        for load in self._submitted:
+            in_flight = self._monitor.import_in_flight(
+                self._index, load.slots, load.host_records.take(load.host_slots)
+            )
+            if in_flight is not None:
+                self._arriving.append((load, in_flight))
+        self._submitted = []
+        arrived = [entry for entry in self._arriving if entry[0].finished.query()]
+        for load, in_flight in arrived:
+            self._monitor.bytes_arrived(self._index, in_flight)
+            self._kept.append((load, in_flight))
+        self._arriving = [entry for entry in self._arriving if entry not in arrived]
+        self.has_loads = bool(self._arriving)
+
+    def storage_is_attached(self) -> None:
+        """From now on bytes come to the host that never were in this pool: the canary is blind."""
+        with self._monitor.guard_errors("hook"):
+            raise StorageAttachedError("a storage backend was attached to the hierarchical cache")
+
+    def _records_of(self, host_pool: Any) -> HostRecords:
+        records = self._host_records.get(id(host_pool))
+        if records is None:
+            records = self._host_records[id(host_pool)] = HostRecords(host_pool.size, self._device)
+        return records
+
+    def _indices(self, transfer: Any) -> Sequence[torch.Tensor]:
+        """(host slots, slots) of a transfer, on the device."""
+        return [self._here(transfer.host_indices), self._here(transfer.device_indices)]
+
+    def _here(self, indices: torch.Tensor) -> torch.Tensor:
+        if indices.device == self._device:
+            return indices.to(torch.int64)
+        # Pinned: the host would otherwise wait for everything in front of the copy.
+        return indices.to(torch.int64).pin_memory().to(self._device, non_blocking=True)
+
+    @contextmanager
+    def _after_the_engine(self, stream: Any) -> Iterator[None]:
+        """On ``stream``, behind what has been launched on the current one."""
+        if self._device.type != "cuda":
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
+
+def around_backup(original: Any, engine: Any, transfers: Sequence[Any], attribute: str) -> Any:
+    """AROUND ``L2TransferEngine.submit_device_to_host``."""
+    for transfer in transfers:
+        tier: HostTier | None = getattr(transfer.device_pool, attribute, None)
+        if tier is not None:
+            tier.before_backup(transfer, engine.device_to_host_stream)
+    return original(engine, transfers)
+
+
+def around_load(
+    original: Any, engine: Any, transfers: Sequence[Any], attribute: str, **how: Any
+) -> Any:
+    """AROUND ``L2TransferEngine.submit_host_to_device``."""
+    completion = original(engine, transfers, **how)
+    for transfer in transfers:
+        tier: HostTier | None = getattr(transfer.device_pool, attribute, None)
+        if tier is not None:
+            tier.after_load(transfer, completion.finish_event)
+    return completion
