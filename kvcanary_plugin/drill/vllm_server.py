@@ -60,6 +60,12 @@ _ENGINE_ENV: Final = {
     # The drill forgets cached prefixes over HTTP.
     "VLLM_SERVER_DEV_MODE": "1",
 }
+# Less than eight requests of usual length need: some are preempted and computed again.
+_SMALL_POOL_FLAGS: Final = ("--max-model-len", "1280", "--num-gpu-blocks-override", "42")
+_NGRAM_FLAGS: Final = (
+    "--speculative-config",
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
+)
 # Where `make venv-vllm` puts the Triton that the V2 runner needs, apart from what V1 imports.
 _TRITON_DIRECTORY: Final = Path(sys.prefix) / "triton-interpreter"
 
@@ -107,16 +113,9 @@ PRESETS: Final[Mapping[str, VLLMServerSpec]] = MappingProxyType(
     {
         "llama": VLLMServerSpec(),
         "gemma3": VLLMServerSpec(model="vllm-gemma3"),
-        # Less than eight requests of usual length need: some are preempted and computed again.
-        "small-pool": VLLMServerSpec(
-            flags=("--max-model-len", "1280", "--num-gpu-blocks-override", "42")
-        ),
-        "ngram": VLLMServerSpec(
-            flags=(
-                "--speculative-config",
-                '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
-            )
-        ),
+        "small-pool": VLLMServerSpec(flags=_SMALL_POOL_FLAGS),
+        "ngram": VLLMServerSpec(flags=_NGRAM_FLAGS),
+        "pressure": VLLMServerSpec(flags=(*_SMALL_POOL_FLAGS, *_NGRAM_FLAGS)),
         "v2-llama": VLLMServerSpec(runner="v2"),
         "v2-gemma3": VLLMServerSpec(runner="v2", model="vllm-gemma3"),
         "two-api-servers": VLLMServerSpec(flags=("--api-server-count", "2")),

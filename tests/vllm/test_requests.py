@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvcanary_plugin.hooks.vllm import versions
 from kvcanary_plugin.hooks.vllm.requests import CACHE_SALT, RequestBook
 from kvcanary_plugin.violations import RequestNames
 
@@ -131,3 +133,16 @@ def test_a_finished_request_is_forgotten(book):
 def test_rows_count_from_zero(book):
     book.scheduled(step(admitted("a"), admitted("b")))
     assert book.batch_of(["a", "b"])[0].rows.tolist() == [0, 1]
+
+
+def test_every_rank_of_an_engine_has_a_number_of_its_own(monkeypatch):
+    distributed = pytest.importorskip("vllm.distributed")
+    numbers = []
+    for dp, pp, tp in itertools.product(range(2), range(3), range(2)):
+        for name, rank, size in (("get_pp_group", pp, 3), ("get_tp_group", tp, 2)):
+            group = SimpleNamespace(rank_in_group=rank, world_size=size)
+            monkeypatch.setattr(distributed, name, lambda group=group: group)
+        labels = versions.rank_labels(SimpleNamespace(data_parallel_rank=dp))
+        assert (labels.dp_rank, labels.pp_rank, labels.tp_rank) == (dp, pp, tp)
+        numbers.append(labels.process_index)
+    assert numbers == list(range(12))

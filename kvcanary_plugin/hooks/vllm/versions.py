@@ -127,10 +127,14 @@ def rank_labels(parallel_config: Any) -> RankLabels:
     """Tensor, pipeline and data parallel rank of this worker process."""
     from vllm.distributed import get_pp_group, get_tp_group
 
+    tp, pp = get_tp_group(), get_pp_group()
+    dp_rank = int(parallel_config.data_parallel_rank)
     return RankLabels(
-        tp_rank=int(get_tp_group().rank_in_group),
-        pp_rank=int(get_pp_group().rank_in_group),
-        dp_rank=int(parallel_config.data_parallel_rank),
+        tp_rank=int(tp.rank_in_group),
+        pp_rank=int(pp.rank_in_group),
+        dp_rank=dp_rank,
+        process_index=(dp_rank * pp.world_size + pp.rank_in_group) * tp.world_size
+        + tp.rank_in_group,
     )
 
 
