@@ -39,13 +39,15 @@ class Layout:
 
     Fields:
         group: name of the group when the pool stands alone; None if it never does.
-        covers: for the feature table, what is folded.
+        covers: for the table in the docs, what is folded.
+        left_out: the same, what is not.
         slot_bytes: the bytes of a pool object; raises UnsupportedLayout if it lies otherwise.
     """
 
     group: str | None
     covers: str
     slot_bytes: Callable[[Any], SlotBytes]
+    left_out: str = ""
 
 
 # ---- MHA -----------------------------------------------------------------------------------------
@@ -192,22 +194,31 @@ LAYOUTS: Mapping[str, Layout] = {
     "MHATokenToKVPool": Layout(
         group="full",
         covers="K and V of every layer (NHD, HND, FP8, FP4 with its scales)",
+        left_out="FP4 for TRT-LLM: block scales of V, which interleave four slots",
         slot_bytes=_mha,
     ),
     "PageMajorMHATokenToKVPool": Layout(
-        group="full", covers="K and V of every layer", slot_bytes=_mha_page_major
+        group="full", covers="K and V of every layer (up to 0.5.16)", slot_bytes=_mha_page_major
     ),
     "MHATokenToKVPoolFP4": Layout(
         group="full", covers="K, V and their block scales", slot_bytes=_mha_fp4
     ),
-    "MHATokenToKVPoolMXFP8": Layout(group="full", covers="K and V", slot_bytes=_mha_mxfp8),
+    "MHATokenToKVPoolMXFP8": Layout(
+        group="full",
+        covers="K and V of every layer",
+        left_out="block scales, which interleave the slots of a page",
+        slot_bytes=_mha_mxfp8,
+    ),
     "MHATokenToKOnlyPool": Layout(group=None, covers="K", slot_bytes=_k_only),
     "MLATokenToKVPool": Layout(group="mla", covers="the latent of every layer", slot_bytes=_mla),
     "MLATokenToKVPoolFP4": Layout(
         group="mla", covers="the latent and its block scales", slot_bytes=_mla_fp4
     ),
     "DSATokenToKVPool": Layout(
-        group="mla", covers="the latent, the indexer's keys and their scales", slot_bytes=_dsa
+        group="mla",
+        covers="the latent, the indexer's keys and their scales",
+        left_out="index keys that pool several tokens; index keys on ROCm",
+        slot_bytes=_dsa,
     ),
     "DeepSeekV4SingleKVPool": Layout(
         group=None, covers="values and scales of a token", slot_bytes=_dsv4

@@ -244,8 +244,8 @@ class Composite:
 
     Fields:
         groups: its groups.
-        covers: for the feature table, what is guarded.
-        left_out: what never is.
+        covers: for the table in the docs, what is guarded.
+        left_out: the same, what is not.
     """
 
     groups: Callable[[Any, Any], GuardedPools]
