@@ -1,14 +1,12 @@
 // The real-KV fold, a sum over words, so that lanes may take words in any order. Two shapes:
-//   fold_share  one warp, or several warps that share the sources, for one slot: seal and scrub.
-//               A lane looks after one source's address arithmetic and key for all of the warp.
-//   fold_asked  a slot of each lane, one source after the other: verify, which has many slots at
-//               hand and often few sources. Long strips are streamed through shared memory, short
-//               ones are read side by side, kLanesBeside lanes each.
+//   fold_share   one warp, or several warps that share the sources, for one slot: seal and scrub.
+//                A lane looks after one source's address arithmetic and key for all of the warp.
+//   fold_beside  four slots side by side, eight lanes each: verify, which has many slots at hand
+//                and often few sources.
 // Words are read with 16-byte loads, kLoadsInFlight of them per lane before the first is used.
 #pragma once
 
 #include "device.cuh"
-#include "stream.cuh"
 
 namespace kvcanary {
 
@@ -287,104 +285,22 @@ __device__ __forceinline__ uint64_t fold_share(const LaunchContext& launch, int6
   return sum;
 }
 
-constexpr int kLanesBeside = 4;
+constexpr int kLanesBeside = 8;
 constexpr int kSlotsBeside = kWarpSize / kLanesBeside;
 
-// For every lane that asks: its strip's part of the fold's sum. Serves the lanes that ask in turn,
-// kSlotsBeside at once. `mine` holds the strips of one source. Called by the whole warp.
-__device__ __forceinline__ uint64_t sum_beside(const Strip& mine, bool asks) {
-  const int lane = lane_index();
+// The folds of up to kSlotsBeside slots, one per group of kLanesBeside lanes, in all lanes of the
+// group. Groups without a slot (below 0) idle. Called by the whole warp.
+__device__ __forceinline__ uint64_t fold_beside(const LaunchContext& launch, int64_t slot) {
   uint64_t sum = 0;
-#pragma unroll 1
-  for (unsigned left = __ballot_sync(kFullWarp, asks); left != 0;) {
-    unsigned later = left;  // what is left after the groups before this one have taken a lane each
-    for (int group = 0; group < lane / kLanesBeside; ++group) later &= later - 1;
-    const int served = __ffs(static_cast<int>(later)) - 1;
-    const int64_t data = __shfl_sync(kFullWarp, mine.data, served & (kWarpSize - 1));
-    uint64_t share = 0;
-    if (served >= 0) {
-      share = fold_strip<kLanesBeside>(Strip{data, mine.bytes, mine.key}, lane % kLanesBeside);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int offset = kLanesBeside / 2; offset > 0; offset /= 2) {
-      share += __shfl_xor_sync(kFullWarp, share, offset);
-    }
-    const int turn = __popc(left & ((1u << lane) - 1u));
-    const uint64_t my_share =
-        __shfl_sync(kFullWarp, share, (turn & (kSlotsBeside - 1)) * kLanesBeside);
-    if ((left >> lane & 1u) != 0 && turn < kSlotsBeside) sum += my_share;
-    for (int group = 0; group < kSlotsBeside; ++group) left &= left - 1;
-  }
-  return sum;
-}
-
-#if KVCANARY_STREAMS_STRIPS
-
-// The same, strip after strip through shared memory. Strips are whole vectors.
-__device__ __forceinline__ uint64_t sum_streamed(const Strip& mine, bool asks,
-                                                 StripStream& stream) {
-  const int lane = lane_index();
-  const unsigned asking = __ballot_sync(kFullWarp, asks);
-  const int bytes = mine.bytes;
-  unsigned to_ask = asking;
-  int asked_bytes = 0;
-  uint64_t sum = 0;
-#pragma unroll 1
-  for (unsigned left = asking; left != 0; left &= left - 1) {
-    uint64_t share = 0;
-#pragma unroll 1
-    for (int begin = 0; begin < bytes; begin += kStageBytes) {
-      while (to_ask != 0 && stream.has_room()) {
-        const int64_t data = __shfl_sync(kFullWarp, mine.data, __ffs(static_cast<int>(to_ask)) - 1);
-        const int rest = bytes - asked_bytes;
-        stream.ask(data + asked_bytes, rest < kStageBytes ? rest : kStageBytes);
-        asked_bytes += kStageBytes;
-        if (asked_bytes >= bytes) {
-          asked_bytes = 0;
-          to_ask &= to_ask - 1;
-        }
-      }
-      const WordPair* const words = stream.await();
-      const int vectors = (bytes - begin < kStageBytes ? bytes - begin : kStageBytes) / kVectorBytes;
-      const uint64_t first_key = mine.key + (begin / kWordBytes + 1) * kGolden;
-#pragma unroll
-      for (int load = 0; load < kStageBytes / kVectorBytes / kWarpSize; ++load) {
-        const int vector = load * kWarpSize + lane;
-        if (vector < vectors) {
-          share += fold_pair(words[vector], first_key + 2 * static_cast<uint64_t>(vector) * kGolden);
-        }
-      }
-      stream.release();
-    }
-    const uint64_t total = warp_sum(share);
-    if (lane == __ffs(static_cast<int>(left)) - 1) sum += total;
-  }
-  return sum;
-}
-
-#endif
-
-// Below this a strip is too little for a copy of its own.
-constexpr int kFewestBytesStreamed = 512;
-
-// For every lane that asks: the fold of its slot; `asks` may differ by lane, the rest is the
-// warp's. Called by the whole warp.
-__device__ __forceinline__ uint64_t fold_asked(const LaunchContext& launch, bool asks, int64_t slot,
-                                               StripStream& stream) {
-  uint64_t sum = 0;
-  const int num_sources = static_cast<int>(launch.num_sources);
+  const int num_sources = slot < 0 ? 0 : static_cast<int>(launch.num_sources);
 #pragma unroll 1
   for (int source = 0; source < num_sources; ++source) {
-    const Strip mine = strip_of(launch, source, asks ? slot : 0);
-#if KVCANARY_STREAMS_STRIPS
-    const bool whole = ((static_cast<int>(mine.data) | mine.bytes) & (kVectorBytes - 1)) == 0;
-    if (__all_sync(kFullWarp, whole && mine.bytes >= kFewestBytesStreamed)) {
-      sum += sum_streamed(mine, asks, stream);
-      continue;
-    }
-#endif
-    sum += sum_beside(mine, asks);
+    sum += fold_strip<kLanesBeside>(strip_of(launch, source, slot), lane_index() % kLanesBeside);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int offset = kLanesBeside / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(kFullWarp, sum, offset);
   }
   return splitmix64(sum);
 }

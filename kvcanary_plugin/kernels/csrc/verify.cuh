@@ -19,7 +19,7 @@ constexpr int kVerifyWarps = kVerifyThreads / kWarpSize;
 // Positions of a lane that are in flight at once in a launch without real-KV folds.
 constexpr int kVerifyItems = 4;
 // Blocks of a multiprocessor in a launch with them: what counts there are bytes on their way.
-constexpr int kFoldingBlocks = 6;
+constexpr int kFoldingBlocks = 8;
 
 // One slot to verify and what the request says about it.
 struct VerifyEntry {
@@ -120,13 +120,26 @@ __device__ __forceinline__ void report_entries(const LaunchContext& launch, bool
   record_violations(launch, is_bad, row);
 }
 
-// For every lane that asks: whether the bytes of its slot differ from its record's fold. Called by
-// the whole warp.
+// For every lane that asks: whether the bytes of its slot differ from its record's fold. Serves
+// the lanes that ask in turn, kSlotsBeside at once. Called by the whole warp.
 __device__ __forceinline__ bool real_kv_differs(const LaunchContext& launch, bool asks,
-                                                int64_t slot, uint64_t stored_fold,
-                                                StripStream& stream) {
-  if (!__any_sync(kFullWarp, asks)) return false;
-  return fold_asked(launch, asks, slot, stream) != stored_fold && asks;
+                                                int64_t slot, uint64_t stored_fold) {
+  const int lane = lane_index();
+  bool differs = false;
+#pragma unroll 1
+  for (unsigned left = __ballot_sync(kFullWarp, asks); left != 0;) {
+    unsigned later = left;  // what is left after the groups before this one have taken a lane each
+    for (int group = 0; group < lane / kLanesBeside; ++group) later &= later - 1;
+    const int served = __ffs(static_cast<int>(later)) - 1;
+    const int64_t served_slot = __shfl_sync(kFullWarp, slot, served & (kWarpSize - 1));
+    const uint64_t fold = fold_beside(launch, served < 0 ? -1 : served_slot);
+    const int turn = __popc(left & ((1u << lane) - 1u));
+    const uint64_t my_fold =
+        __shfl_sync(kFullWarp, fold, (turn & (kSlotsBeside - 1)) * kLanesBeside);
+    if ((left >> lane & 1u) != 0 && turn < kSlotsBeside) differs = my_fold != stored_fold;
+    for (int group = 0; group < kSlotsBeside; ++group) left &= left - 1;
+  }
+  return differs;
 }
 
 // ---- straight from the page table --------------------------------------------------------------
@@ -277,8 +290,7 @@ __device__ __forceinline__ void gather_expected_tokens(const TableVerifyArgument
 template <int kItems, bool kFoldsRealKv>
 __device__ __forceinline__ unsigned verify_table_tile(const LaunchContext& launch,
                                                       const TableVerifyArguments& arguments,
-                                                      const RequestReads& reads, int lender,
-                                                      StripStream& stream) {
+                                                      const RequestReads& reads, int lender) {
   const int lane = lane_index();
   const bool has_table = has_slot_table(launch);
   // Below the window only a lookup table tells a live slot from what was there before.
@@ -354,7 +366,7 @@ __device__ __forceinline__ unsigned verify_table_tile(const LaunchContext& launc
     bool is_bad = judged && (!reachable[item] || bits != 0);
     if (kFoldsRealKv) {
       const bool asks = judged && reachable[item] && holds_sealed_bytes(state[item]);
-      if (real_kv_differs(launch, asks, safe_slot[item], stored[item].real_kv_hash, stream)) {
+      if (real_kv_differs(launch, asks, safe_slot[item], stored[item].real_kv_hash)) {
         is_bad = true;
         bad_bytes |= 1u << item;
       }
@@ -379,8 +391,6 @@ __global__ void __launch_bounds__(kVerifyThreads, kFoldsRealKv ? kFoldingBlocks 
     verify_table_kernel(const __grid_constant__ LaunchContext launch,
                         const __grid_constant__ TableVerifyArguments arguments) {
   __shared__ uint64_t scratch[kVerifyWarps];
-  __shared__ StreamStages stages[kVerifyWarps];
-  StripStream stream(kFoldsRealKv ? &stages[warp_index()] : nullptr);
   constexpr int kTile = kItems * kWarpSize - 1;  // positions judged
   count_launch(launch);
   const PageTable& table = arguments.table;
@@ -422,7 +432,7 @@ __global__ void __launch_bounds__(kVerifyThreads, kFoldsRealKv ? kFoldingBlocks 
     for (int64_t first = start + static_cast<int64_t>(warp) * kTile; first < reads.end;
          first += static_cast<int64_t>(gridDim.x) * kVerifyWarps * kTile) {
       looked_at += verify_table_tile<kItems, kFoldsRealKv>(launch, arguments, reads,
-                                                           static_cast<int>(first) - 1, stream);
+                                                           static_cast<int>(first) - 1);
     }
   }
   const uint64_t total = block_sum(looked_at, scratch);
@@ -474,12 +484,10 @@ __device__ __noinline__ void report_plan_entries(const LaunchContext& launch,
 }
 
 template <bool kFoldsRealKv>
-__global__ void __launch_bounds__(kVerifyThreads, kFoldsRealKv ? kFoldingBlocks : 1)
+__global__ void __launch_bounds__(kVerifyThreads)
     verify_plan_kernel(const __grid_constant__ LaunchContext launch,
                        const __grid_constant__ PlanVerifyArguments arguments) {
   __shared__ uint64_t scratch[kVerifyWarps];
-  __shared__ StreamStages stages[kVerifyWarps];
-  StripStream stream(kFoldsRealKv ? &stages[warp_index()] : nullptr);
   count_launch(launch);
   const int64_t valid = load_now(arguments.enable) == 0 ? 0 : load_now(arguments.num_valid);
   const int64_t count = valid < arguments.capacity ? valid : arguments.capacity;
@@ -526,7 +534,7 @@ __global__ void __launch_bounds__(kVerifyThreads, kFoldsRealKv ? kFoldingBlocks 
     bool bad_bytes = false;
     if (kFoldsRealKv) {
       const bool asks = judged && reachable && holds_sealed_bytes(state);
-      bad_bytes = real_kv_differs(launch, asks, entry.slot, stored.real_kv_hash, stream);
+      bad_bytes = real_kv_differs(launch, asks, entry.slot, stored.real_kv_hash);
     }
     is_bad = is_bad || bad_bytes;
     if (__any_sync(kFullWarp, is_bad)) {
