@@ -1,11 +1,13 @@
 """SGLang's own pool classes on the CPU, and how each of them writes one slot.
 
-``store`` goes through the engine's own methods. Where those are CUDA or Triton kernels, it writes
-the addresses that the engine's own description of the layout gives, and the case says so.
+``store`` goes through the engine's own methods. Where those are Triton kernels, it does so under a
+Triton that interprets them (``test_triton_stores``); without, and where they are CUDA kernels, it
+writes the addresses that the engine's own description of the layout gives, and the case says so.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ RANK, ROPE = 48, 16
 PAGE = 64  # what DSA wants
 SIZE = 2 * PAGE
 
+runtime_context = pytest.importorskip("sglang.srt.runtime_context")
 memory_pool = pytest.importorskip("sglang.srt.mem_cache.memory_pool")
 dsv4 = pytest.importorskip("sglang.srt.mem_cache.deepseek_v4_memory_pool")
 swa_pool = pytest.importorskip("sglang.srt.mem_cache.swa_memory_pool")
@@ -65,16 +68,15 @@ def at(slot: int) -> torch.Tensor:
 def one_rank() -> Iterator[None]:
     """A process without parallel groups, kernels settings and speculation."""
     nothing = SimpleNamespace(
-        attn_dcp_size=1,
-        attn_dcp_rank=0,
-        dcp_enabled=False,
         is_sm120=False,
         speculative_algorithm=None,
         features=SimpleNamespace(enable_encoder_swa_bounded_replay=False),
         kernel=SimpleNamespace(dsv4_attn_backend="auto", enable_deepseek_v4_fp4_indexer=False),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_pool, "get_parallel", lambda: nothing)
+    alone = runtime_context.get_parallel().override(
+        attn_dcp_size=1, attn_dcp_rank=0, dcp_enabled=False
+    )
+    with alone, pytest.MonkeyPatch.context() as patch:
         for name in ("get_exec", "get_spec", "get_platform"):
             patch.setattr(dsv4, name, lambda: nothing)
         # Triton is a stub without a GPU: what the engine compiles runs as it is written.
@@ -324,7 +326,7 @@ def dsv4_model(**kwargs: Any) -> Any:
     )
 
 
-SINGLE_POOLS = [
+_PLAIN_POOLS = [
     Case("MHA NHD", lambda: mha(dtype=torch.bfloat16), store_kv),
     Case("MHA NHD, other size of V", lambda: mha(dtype=torch.bfloat16, v_head_dim=24), store_kv),
     Case("MHA NHD, pages", lambda: mha(page_size=16, dtype=torch.float32), store_kv),
@@ -393,3 +395,90 @@ SINGLE_POOLS = [
         store_dsv4_uniform,
     ),
 ]
+
+
+# ---- stores that are Triton kernels --------------------------------------------------------------
+
+
+def store_two_parts(pool: Any, slot: int) -> None:
+    for layer_id in range(LAYERS):
+        nope = torch.randn(1, 1, pool.kv_lora_rank, dtype=torch.bfloat16)
+        rope = torch.randn(1, 1, pool.qk_rope_head_dim, dtype=torch.bfloat16)
+        pool.set_mla_kv_buffer(layer(layer_id), at(slot), nope, rope)
+
+
+def store_dsa_by_kernels(pool: Any, slot: int) -> None:
+    store_two_parts(pool, slot)
+    for layer_id in range(LAYERS):
+        if pool.index_k_with_scale_buffer[layer_id].shape[0]:
+            keys = torch.randn(1, 128).to(torch.float8_e4m3fn)
+            pool.set_index_k_scale_buffer(layer_id, at(slot), keys, torch.rand(1, 1) + 1)
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 255, shape, dtype=torch.uint8)
+
+
+def store_dsv4_by_kernel(pool: Any, slot: int) -> None:
+    for index in range(LAYERS):
+        pool.set_key_buffer(
+            index,
+            at(slot),
+            dsv4.NopeFp8RopeBf16Pack(
+                torch.randn(1, 448).to(torch.float8_e4m3fn),
+                torch.randn(1, 64, dtype=torch.bfloat16),
+                random_bytes(1, 7),
+            ),
+        )
+
+
+def store_nvfp4_by_kernel(pool: Any, slot: int) -> None:
+    scales = (pool.k_scale_buffer, pool.v_scale_buffer)
+    native = (pool.native_k_scale_buffer, pool.native_v_scale_buffer)
+    for index in range(LAYERS):
+        native_fp4.store_nvfp4_kv_cache(
+            *(random_bytes(1, HEADS, DIM // 2) for _ in "kv"),
+            *(random_bytes(1, HEADS, DIM // 16) for _ in "kv"),
+            at(slot),
+            pool.k_buffer[index],
+            pool.v_buffer[index],
+            *(buffers[index] if buffers is not None else None for buffers in (*scales, *native)),
+            16,
+        )
+
+
+def store_mxfp8_by_kernel(pool: Any, slot: int) -> None:
+    for layer_id in range(LAYERS):
+        k, v = torch.randn(2, 1, HEADS, 128, dtype=torch.bfloat16)
+        pool.set_kv_buffer(layer(layer_id), at(slot), k, v)
+
+
+_INTERPRETED_POOLS = [
+    Case("MLA in two parts", lambda: mla(dtype=torch.bfloat16), store_two_parts),
+    Case("MLA FP8 in two parts", lambda: mla(dtype=torch.float8_e4m3fn), store_two_parts),
+    Case("DSA by kernels", dsa, store_dsa_by_kernels),
+    Case(
+        "DSA packed FP8 by kernels",
+        lambda: dsa(
+            dtype=torch.float8_e4m3fn, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dim=656
+        ),
+        store_dsa_by_kernels,
+    ),
+    Case("DeepSeek-V4 by its kernel", dsv4_single, store_dsv4_by_kernel),
+    Case("NVFP4, linear scales, by its kernel", lambda: nvfp4(native=False), store_nvfp4_by_kernel),
+    Case(
+        "NVFP4, scales as TRT-LLM reads them, by its kernel",
+        lambda: nvfp4(native=True),
+        store_nvfp4_by_kernel,
+        left_out=lambda pool: pool.native_v_scale_buffer,
+    ),
+    Case(
+        "MXFP8 by its kernel",
+        mxfp8,
+        store_mxfp8_by_kernel,
+        left_out=lambda pool: [*pool.k_scale_buffer, *pool.v_scale_buffer],
+    ),
+]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SINGLE_POOLS = _INTERPRETED_POOLS if INTERPRETED else _PLAIN_POOLS
