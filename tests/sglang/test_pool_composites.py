@@ -51,7 +51,14 @@ def _one_rank() -> Iterator[None]:
         yield
 
 
-def pools_of(pool: Any, *, allocator: Any = None, model: Any = None, **args: Any) -> GuardedPools:
+def pools_of(
+    pool: Any,
+    *,
+    allocator: Any = None,
+    model: Any = None,
+    window: int | None = WINDOW,
+    **args: Any,
+) -> GuardedPools:
     return guarded_pools(
         SimpleNamespace(
             token_to_kv_pool=pool,
@@ -59,7 +66,7 @@ def pools_of(pool: Any, *, allocator: Any = None, model: Any = None, **args: Any
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((5, 32), dtype=torch.int32)),
             server_args=SimpleNamespace(**args),
             model_config=model,
-            sliding_window_size=WINDOW,
+            sliding_window_size=window,
         )
     )
 
@@ -151,6 +158,19 @@ def test_a_model_of_windows_only_is_read_through_the_table_itself():
     assert (group.name, group.num_slots, group.swa_window_size) == ("swa", PAGE + 1, WINDOW)
     assert group.full_to_swa is None
     assert len(group.sources) == 6
+
+
+def test_a_pipeline_stage_without_full_layers_still_looks_its_windows_up():
+    pool = swa(full_attention_layer_ids=[], swa_attention_layer_ids=[0, 1])
+    full, window = pools_of(pool).groups
+    assert full.sources == ()
+    assert (len(window.sources), window.full_to_swa) == (4, pool.full_to_swa_index_mapping)
+
+
+def test_a_window_of_unknown_size_is_unsupported():
+    pools = pools_of(swa(), window=None)
+    assert names(pools) == ([], ["full", "swa"])
+    assert "window" in pools.unsupported[0].reason
 
 
 def test_a_window_that_is_not_addressed_by_the_lookup_table_is_unsupported():

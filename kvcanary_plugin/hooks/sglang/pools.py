@@ -90,12 +90,17 @@ def _plain(model_runner: Any, pool: Any) -> GuardedPools:
         return _nothing((group,), str(problem))
 
 
-def _group_of(model_runner: Any, name: str, pool: Any) -> GuardedPools:
-    """The group ``name`` over the slots of one pool, and what of its bytes is left out."""
-    page_size = int(pool.page_size)
-    held = _slot_bytes(pool)
+def _group_of(
+    model_runner: Any, name: str, *pools: Any, page_size: int | None = None
+) -> GuardedPools:
+    """The group ``name`` over pools of one numbering, and what of their bytes is left out.
+
+    ``page_size`` is that of the allocator, where the pools' own differs. Raises UnsupportedLayout.
+    """
+    page_size = int(page_size or pools[0].page_size)
+    held = _slot_bytes(*pools)
     # Whole pages are handed out, from page 1 on. A pool that shrinks later never uses the rest.
-    num_slots = (int(pool.size) // page_size + 1) * page_size
+    num_slots = (int(pools[0].size) // page_size + 1) * page_size
     group = _table_group(model_runner, name, num_slots=num_slots, sources=held.sources)
     return GuardedPools((group,), _named(name, held.left_out))
 
@@ -150,22 +155,26 @@ def _table_is_stable(model_runner: Any) -> bool:
 
 
 def _windowed(model_runner: Any, group: KVCacheGroup, lookup: torch.Tensor | None) -> KVCacheGroup:
-    return replace(group, full_to_swa=lookup, swa_window_size=int(model_runner.sliding_window_size))
+    window = getattr(model_runner, "sliding_window_size", None)
+    if window is None:
+        raise UnsupportedLayout("the model does not say how many tokens its window holds")
+    return replace(group, full_to_swa=lookup, swa_window_size=int(window))
 
 
 def _swa(model_runner: Any, pool: Any) -> GuardedPools:
     """Layers with full attention and layers with a window, each with a numbering of its own."""
     if getattr(pool, "swa_uses_full_indices", False):
         return _nothing(("full", "swa"), "the window's pool is addressed without its lookup table")
+    only_windows = int(pool.full_kv_pool.size) == 0  # then req_to_token holds the window's slots
+    lookup = None if only_windows else pool.full_to_swa_index_mapping
     try:
         swa = _group_of(model_runner, "swa", pool.swa_kv_pool)
-        if pool.full_layer_nums == 0:  # then req_to_token holds the window's slots
-            windowed = _windowed(model_runner, swa.groups[0], None)
+        windowed = _windowed(model_runner, swa.groups[0], lookup)
+        if only_windows:
             return GuardedPools((windowed,), swa.unsupported)
         full = _group_of(model_runner, "full", pool.full_kv_pool)
     except UnsupportedLayout as problem:
         return _nothing(("full", "swa"), str(problem))
-    windowed = _windowed(model_runner, swa.groups[0], pool.full_to_swa_index_mapping)
     return GuardedPools((*full.groups, windowed), (*full.unsupported, *swa.unsupported))
 
 
@@ -190,18 +199,10 @@ def _qsa(model_runner: Any, pool: Any) -> GuardedPools:
 def _minimax_sparse(model_runner: Any, pool: Any) -> GuardedPools:
     """K and V and the keys (and values) of the sparse index, all under one numbering."""
     parts = (pool.main_pool, pool.index_kv_pool, pool.index_k_pool)
-    page_size = int(pool.page_size)
     try:
-        held = _slot_bytes(*(part for part in parts if part is not None))
-        group = _table_group(
-            model_runner,
-            "full",
-            num_slots=(int(pool.size) // page_size + 1) * page_size,
-            sources=held.sources,
-        )
+        return _group_of(model_runner, "full", *(part for part in parts if part is not None))
     except UnsupportedLayout as problem:
         return _nothing(("full",), str(problem))
-    return GuardedPools((group,), _named("full", held.left_out))
 
 
 _DSV4_PARTS = (
@@ -223,19 +224,13 @@ def _deepseek_v4(model_runner: Any, pool: Any) -> GuardedPools:
         reason = "the window lies in a ring or a row of each request, not in slots"
         return _nothing(("full", "swa"), reason)
     try:
-        held = _slot_bytes(paged)
-        page_size = int(pool.swa_page_size)
-        swa = _table_group(
-            model_runner,
-            "swa",
-            num_slots=(int(paged.size) // page_size + 1) * page_size,
-            sources=held.sources,
-        )
+        swa = _group_of(model_runner, "swa", paged, page_size=pool.swa_page_size)
+        windowed = _windowed(model_runner, swa.groups[0], lookup)
     except UnsupportedLayout as problem:
         return _nothing(("full", "swa"), str(problem))
     # The lookup table has one entry a slot, and one more for "no slot".
     full = _table_group(model_runner, "full", num_slots=lookup.shape[0] - 1, sources=())
-    return GuardedPools((full, _windowed(model_runner, swa, lookup)), _DSV4_PARTS)
+    return GuardedPools((full, windowed), _DSV4_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
