@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -90,15 +91,12 @@ class Switch:
 class WorkerSide:
     """Follows the switch in the process of the engine that runs the forwards."""
 
-    _EVERY_FORWARDS = 200
-
     def __init__(self) -> None:
         self._switch = Switch.of_environment()
         self._report_file = Path(os.environ[REPORT_VARIABLE])
         self._canary: Any = None
         self._side = -1
         self._times: dict[str, list[float]] = {}
-        self._forwards = 0
         _follow_allocators_only_when(lambda: self._switch.side != OFF)
 
     def watch(self, canary: Any) -> None:
@@ -123,7 +121,8 @@ class WorkerSide:
             begin = time.perf_counter()
             forward.__exit__(None, None, None)
             kind = steps[0].kind.value if steps else "failed"
-            self._add(f"{kind}, {SIDES[self._side]}", before + time.perf_counter() - begin)
+            seconds = before + time.perf_counter() - begin
+            self._times.setdefault(f"{kind}, {SIDES[self._side]}", []).append(seconds * 1e6)
 
         canary.around_forward = around_forward
 
@@ -148,13 +147,7 @@ class WorkerSide:
         if self._side != OFF and not any(g.group.tracks_allocation for g in monitor.guards):
             # Elsewhere the allocator says that what was written unseen is gone.
             monitor.forget_everything()
-        self._write_report()
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._times.setdefault(name, []).append(seconds * 1e6)
-        self._forwards += 1
-        if self._forwards % self._EVERY_FORWARDS == 0:
-            self._write_report()
+        self._write_report()  # between two measurements: it takes milliseconds
 
     def _write_report(self) -> None:
         guards = self._canary.monitor.guards
@@ -401,7 +394,7 @@ def measure(
         f"time to first token, {load.long_prompt} tokens": bench.time_to_first_token
     }
     for requests in load.requests:
-        works[f"time between tokens, {requests} requests"] = lambda n=requests: bench.decode(n)
+        works[f"time between tokens, {requests} requests"] = partial(bench.decode, requests)
 
     begin = time.monotonic()
     for side in sides:  # warm every side up
@@ -614,7 +607,7 @@ def run(arguments: argparse.Namespace, start: Callable[[], BenchEngine]) -> None
 
     def is_enough(seconds: float) -> bool:
         is_checked = checked_forwards(metrics()) >= arguments.checked
-        return seconds >= most or (seconds >= least and is_checked)
+        return seconds >= float(most) or (seconds >= float(least) and is_checked)
 
     mixed = bench.mixed_traffic(until=is_enough)
     text = metrics()
