@@ -1,9 +1,9 @@
 // The real-KV fold, a sum over words, so that lanes may take words in any order. Two shapes:
 //   fold_share   one warp, or several warps that share the sources, for one slot: seal and scrub.
 //                A lane looks after one source's address arithmetic and key for all of the warp.
-//   fold_beside  four slots side by side, eight lanes each: verify, which has many slots at hand
+//   fold_beside  several slots side by side, a few lanes each: verify, which has many slots at hand
 //                and often few sources.
-// Words are read with 16-byte loads, kLoadsInFlight of them per lane before the first is used.
+// Words are read with 16-byte loads, several of them per lane before the first is used.
 #pragma once
 
 #include "device.cuh"
@@ -43,25 +43,25 @@ __device__ __forceinline__ uint64_t fold_pair(const WordPair& words, uint64_t ke
 }
 
 // The share of lane `lane` of kLanes of a run of vectors.
-template <int kLanes>
+template <int kLanes, int kLoads>
 __device__ __forceinline__ uint64_t fold_vectors(int64_t data, uint64_t first_key, int vectors,
                                                  int lane) {
   const WordPair* words_of_lane = reinterpret_cast<const WordPair*>(data) + lane;
   uint64_t key = first_key + 2 * static_cast<uint64_t>(lane) * kGolden;
   uint64_t sum = 0;
 #pragma unroll 1
-  for (int left = vectors - lane; left > 0; left -= kLoadsInFlight * kLanes) {
-    WordPair words[kLoadsInFlight];
+  for (int left = vectors - lane; left > 0; left -= kLoads * kLanes) {
+    WordPair words[kLoads];
 #pragma unroll
-    for (int load = 0; load < kLoadsInFlight; ++load) {
+    for (int load = 0; load < kLoads; ++load) {
       if (load * kLanes < left) words[load] = load_streaming(words_of_lane + load * kLanes);
     }
 #pragma unroll
-    for (int load = 0; load < kLoadsInFlight; ++load) {
+    for (int load = 0; load < kLoads; ++load) {
       if (load * kLanes < left) sum += fold_pair(words[load], key + 2 * kLanes * kGolden * load);
     }
-    words_of_lane += kLoadsInFlight * kLanes;
-    key += 2 * kLanes * kLoadsInFlight * kGolden;
+    words_of_lane += kLoads * kLanes;
+    key += 2 * kLanes * kLoads * kGolden;
   }
   return sum;
 }
@@ -84,12 +84,12 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t* bytes, int count) {
 // The share of lane `lane` of kLanes of one strip of any alignment and length.
 // A strip that starts on a word is one word up to a multiple of 16 bytes (or none), vectors, and
 // what is left behind them; any other strip is words that are put together from smaller pieces.
-template <int kLanes>
+template <int kLanes, int kLoads = kLoadsInFlight>
 __device__ __forceinline__ uint64_t fold_strip(const Strip& strip, int lane) {
   const bool starts_on_word = strip.data % kWordBytes == 0;
   const int head = starts_on_word ? static_cast<int>(strip.data / kWordBytes % 2) : 0;  // words
   const int vectors = starts_on_word ? (strip.bytes - head * kWordBytes) / kVectorBytes : 0;
-  uint64_t sum = fold_vectors<kLanes>(strip.data + head * kWordBytes,
+  uint64_t sum = fold_vectors<kLanes, kLoads>(strip.data + head * kWordBytes,
                                       strip.key + (head + 1) * kGolden, vectors, lane);
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(strip.data);
 #pragma unroll 1
@@ -285,21 +285,22 @@ __device__ __forceinline__ uint64_t fold_share(const LaunchContext& launch, int6
   return sum;
 }
 
-constexpr int kLanesBeside = 8;
-constexpr int kSlotsBeside = kWarpSize / kLanesBeside;
+// Loads of a lane in flight. More of them pay for fewer warps at a time.
+constexpr int kLoadsBeside = 8;
 
-// The folds of up to kSlotsBeside slots, one per group of kLanesBeside lanes, in all lanes of the
+// The folds of up to kWarpSize / kLanes slots, one per group of kLanes lanes, in all lanes of the
 // group. Groups without a slot (below 0) idle. Called by the whole warp.
+template <int kLanes>
 __device__ __forceinline__ uint64_t fold_beside(const LaunchContext& launch, int64_t slot) {
   uint64_t sum = 0;
   const int num_sources = slot < 0 ? 0 : static_cast<int>(launch.num_sources);
 #pragma unroll 1
   for (int source = 0; source < num_sources; ++source) {
-    sum += fold_strip<kLanesBeside>(strip_of(launch, source, slot), lane_index() % kLanesBeside);
+    sum += fold_strip<kLanes, kLoadsBeside>(strip_of(launch, source, slot), lane_index() % kLanes);
   }
   __syncwarp();
 #pragma unroll
-  for (int offset = kLanesBeside / 2; offset > 0; offset /= 2) {
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
     sum += __shfl_xor_sync(kFullWarp, sum, offset);
   }
   return splitmix64(sum);

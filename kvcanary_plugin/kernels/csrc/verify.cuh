@@ -19,7 +19,7 @@ constexpr int kVerifyWarps = kVerifyThreads / kWarpSize;
 // Positions of a lane that are in flight at once in a launch without real-KV folds.
 constexpr int kVerifyItems = 4;
 // Blocks of a multiprocessor in a launch with them: what counts there are bytes on their way.
-constexpr int kFoldingBlocks = 8;
+constexpr int kFoldingBlocks = 6;
 
 // One slot to verify and what the request says about it.
 struct VerifyEntry {
@@ -121,25 +121,37 @@ __device__ __forceinline__ void report_entries(const LaunchContext& launch, bool
 }
 
 // For every lane that asks: whether the bytes of its slot differ from its record's fold. Serves
-// the lanes that ask in turn, kSlotsBeside at once. Called by the whole warp.
-__device__ __forceinline__ bool real_kv_differs(const LaunchContext& launch, bool asks,
-                                                int64_t slot, uint64_t stored_fold) {
+// the lanes that ask in turn, kWarpSize / kLanes at once. Called by the whole warp.
+template <int kLanes>
+__device__ __forceinline__ bool folds_differ(const LaunchContext& launch, bool asks, int64_t slot,
+                                             uint64_t stored_fold) {
+  constexpr int kSlots = kWarpSize / kLanes;
   const int lane = lane_index();
   bool differs = false;
 #pragma unroll 1
   for (unsigned left = __ballot_sync(kFullWarp, asks); left != 0;) {
     unsigned later = left;  // what is left after the groups before this one have taken a lane each
-    for (int group = 0; group < lane / kLanesBeside; ++group) later &= later - 1;
+    for (int group = 0; group < lane / kLanes; ++group) later &= later - 1;
     const int served = __ffs(static_cast<int>(later)) - 1;
     const int64_t served_slot = __shfl_sync(kFullWarp, slot, served & (kWarpSize - 1));
-    const uint64_t fold = fold_beside(launch, served < 0 ? -1 : served_slot);
+    const uint64_t fold = fold_beside<kLanes>(launch, served < 0 ? -1 : served_slot);
     const int turn = __popc(left & ((1u << lane) - 1u));
-    const uint64_t my_fold =
-        __shfl_sync(kFullWarp, fold, (turn & (kSlotsBeside - 1)) * kLanesBeside);
-    if ((left >> lane & 1u) != 0 && turn < kSlotsBeside) differs = my_fold != stored_fold;
-    for (int group = 0; group < kSlotsBeside; ++group) left &= left - 1;
+    const uint64_t my_fold = __shfl_sync(kFullWarp, fold, (turn & (kSlots - 1)) * kLanes);
+    if ((left >> lane & 1u) != 0 && turn < kSlots) differs = my_fold != stored_fold;
+    for (int group = 0; group < kSlots; ++group) left &= left - 1;
   }
   return differs;
+}
+
+// Strips above this many bytes are better read by eight lanes than by four.
+constexpr int kMostBytesForFewLanes = 1536;
+
+__device__ __forceinline__ bool real_kv_differs(const LaunchContext& launch, bool asks,
+                                                int64_t slot, uint64_t stored_fold) {
+  const Source& first = *reinterpret_cast<const Source*>(launch.sources);
+  return first.read_bytes > kMostBytesForFewLanes
+             ? folds_differ<8>(launch, asks, slot, stored_fold)
+             : folds_differ<4>(launch, asks, slot, stored_fold);
 }
 
 // ---- straight from the page table --------------------------------------------------------------
