@@ -24,7 +24,7 @@ from kvcanary_plugin.drill.server import (
     EngineSpec,
 )
 
-MODELS: Final = ("vllm-gemma3", "vllm-llama")
+MODELS: Final = ("vllm-gemma3", "vllm-llama", "vllm-mla")
 BLOCK_SIZE: Final = 32  # the CPU backend wants multiples of it
 
 # Room for one request of full length and a few others.
@@ -66,6 +66,8 @@ _NGRAM_FLAGS: Final = (
     "--speculative-config",
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
 )
+_CORES: Final = sorted(os.sched_getaffinity(0))
+_TWO_CORES: Final = (_CORES[0], _CORES[-1])
 # Where `make venv-vllm` puts the Triton that the V2 runner needs, apart from what V1 imports.
 _TRITON_DIRECTORY: Final = Path(sys.prefix) / "triton-interpreter"
 
@@ -113,12 +115,25 @@ PRESETS: Final[Mapping[str, VLLMServerSpec]] = MappingProxyType(
     {
         "llama": VLLMServerSpec(),
         "gemma3": VLLMServerSpec(model="vllm-gemma3"),
+        # Latent attention: the CPU backend knows one block size for it, and no prefix caching.
+        "mla": VLLMServerSpec(
+            model="vllm-mla",
+            flags=(
+                *("--attention-backend", "CPU_MLA"),
+                *("--block-size", "16"),
+                *("--num-gpu-blocks-override", str(2 * _BLOCKS)),
+            ),
+        ),
         "small-pool": VLLMServerSpec(flags=_SMALL_POOL_FLAGS),
         "ngram": VLLMServerSpec(flags=_NGRAM_FLAGS),
         "pressure": VLLMServerSpec(flags=(*_SMALL_POOL_FLAGS, *_NGRAM_FLAGS)),
         "v2-llama": VLLMServerSpec(runner="v2"),
         "v2-gemma3": VLLMServerSpec(runner="v2", model="vllm-gemma3"),
-        "two-api-servers": VLLMServerSpec(flags=("--api-server-count", "2")),
+        "two-by-two": VLLMServerSpec(
+            flags=("--api-server-count", "2", "--tensor-parallel-size", "2"),
+            # With one NUMA node vLLM wants to be told a core for each rank.
+            env=(("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, _TWO_CORES))),),
+        ),
     }
 )
 
