@@ -93,6 +93,8 @@ class ForwardStep:
         host_tokens: tokens of the requests that compute prompt tokens in this forward.
         moved_rows: (old rows, new rows), int64 [k] each on the host: running requests that stand in
             another row of the page table than in the forward before; None when none does.
+        rows_trade_places: whether rows of the page table exchange what they hold between forwards
+            (a beam search), so that nothing said of a row earlier holds for its tokens now.
         drafts_a_tree: whether the tokens of a request are the nodes of a tree of drafts, of which
             at most one path will stay, so that none follows the one before it. Every request has
             equally many. Their records chain up when ``CanaryMonitor.keep_drafts`` says which.
@@ -114,6 +116,7 @@ class ForwardStep:
     host_tokens: tuple[HostTokens, ...] = ()
     moved_rows: tuple[Int64Array, Int64Array] | None = None
     drafts_a_tree: bool = False
+    rows_trade_places: bool = False
 
     @property
     def batch_size(self) -> int:

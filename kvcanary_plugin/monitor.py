@@ -533,7 +533,7 @@ class CanaryMonitor:
         prefix_hashes: Pair | None,
     ) -> TableReads:
         group = guard.group
-        check_tokens = self.history is not None and self._config.checks.token
+        check_tokens = self._knows_tokens(step) and self._config.checks.token
         hashes, valid = prefix_hashes if prefix_hashes is not None else (None, None)
         known_lens = step.prefix_lens
         if check_tokens and group.token_offset:
@@ -602,10 +602,17 @@ class CanaryMonitor:
     def _expected_inputs(self, step: ForwardStep, token_offset: int) -> Pair | None:
         if self.history is None or not self._config.write_input_assert:
             return None
-        expected = self.history.expected_inputs(step, token_offset=token_offset)
+        expected = (
+            self.history.expected_inputs(step, token_offset=token_offset)
+            if self._knows_tokens(step)
+            else None
+        )
         if expected is None:
             self._result = ForwardResult.PARTIAL
         return expected
+
+    def _knows_tokens(self, step: ForwardStep) -> bool:
+        return self.history is not None and not step.rows_trade_places
 
     @staticmethod
     def _needs_history(config: CanaryConfig) -> bool:

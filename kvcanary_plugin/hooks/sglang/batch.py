@@ -28,6 +28,23 @@ class UnsupportedForward(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class _Requests:
+    """The scheduler's requests of a batch, row by row, and which of them compute prompt tokens."""
+
+    rows: tuple[Any, ...]
+    computes_prompt: tuple[bool, ...]
+    has_beams: bool = False
+
+
+_NO_REQUESTS = _Requests((), ())
+
+
+def _requests_of(batch: Any) -> _Requests:
+    known: _Requests = getattr(batch, _REQUESTS, _NO_REQUESTS)
+    return known
+
+
+@dataclass(frozen=True, slots=True)
 class _BatchIdentity:
     """uids and identity keys of a batch, on the device; reused while the batch stays the same."""
 
@@ -90,7 +107,16 @@ class BatchTranslator:
         }
         requests = tuple(schedule_batch.reqs)
         prompt = tuple(id(request) not in decoding for request in requests)
-        setattr(forward_batch, _REQUESTS, (requests, prompt))
+        beams = getattr(schedule_batch, "beam_tail", None)
+        if beams is not None:
+            # Rows of a beam search stand behind the others; they act for the request they are of.
+            requests += tuple(
+                requests[entry.leader_idx]
+                for entry in beams.entries
+                for _ in range(entry.start, entry.end)
+            )
+        known = _Requests(requests, prompt, has_beams=beams is not None)
+        setattr(forward_batch, _REQUESTS, known)
 
     def request(self, uid: int) -> Any | None:
         """The scheduler's request behind ``uid``; None when it is gone."""
@@ -220,6 +246,7 @@ class BatchTranslator:
             host_extend_lens=host_extend,
             host_tokens=host_tokens,
             drafts_a_tree=drafts_a_tree,
+            rows_trade_places=_requests_of(batch).has_beams,
         )
 
     def _slots_in(self, group_index: int, out_cache_loc: torch.Tensor) -> torch.Tensor:
@@ -241,12 +268,19 @@ class BatchTranslator:
     def _identity_of(self, batch: Any, *, rebuild: bool) -> _BatchIdentity:
         request_ids: list[str] = getattr(batch, "rids", None) or []
         kept = self._identity
-        # A request is always prefilled before it decodes, so equal ids in a decode are equal
-        # requests; an id that a client uses again arrives with a prefill, which rebuilds.
-        if not rebuild and kept is not None and kept.request_ids == request_ids and request_ids:
-            return kept
-        requests, _ = getattr(batch, _REQUESTS, ((), ()))
         size = int(batch.batch_size)
+        # A request is always prefilled before it decodes, so equal ids in a decode are equal
+        # requests; an id that a client uses again arrives with a prefill, which rebuilds. A beam
+        # search adds rows to the ids.
+        if (
+            not rebuild
+            and kept is not None
+            and kept.request_ids == request_ids
+            and request_ids
+            and kept.uids.shape[0] == size
+        ):
+            return kept
+        requests = _requests_of(batch).rows
         uids = np.full(size, _UNKNOWN_UID, dtype=np.int64)
         keys = np.zeros(size, dtype=np.int64)
         known = min(len(requests), size)
@@ -265,6 +299,10 @@ class BatchTranslator:
             np.array([self._uid_of(request) for request in requests], dtype=np.int64),
             np.array([self._identity_key_of(request) for request in requests], dtype=np.int64),
         )
+
+    def requests_arrive(self) -> None:
+        """Requests that no forward brings the prompt of are about to decode."""
+        self._identity = None
 
     def prompts_of(self, requests: Sequence[Any]) -> tuple[HostTokens, ...]:
         """All tokens of scheduler requests whose prompts are in the pool already."""
@@ -293,7 +331,7 @@ class BatchTranslator:
     def _host_tokens(
         self, batch: Any, prefix: Int64Array | None, extend: Int64Array | None
     ) -> tuple[HostTokens, ...]:
-        requests, computes_prompt = getattr(batch, _REQUESTS, ((), ()))
+        known = _requests_of(batch)
         if prefix is None or extend is None:
             return ()
         return tuple(
@@ -307,8 +345,10 @@ class BatchTranslator:
                 ),
                 identity_key=self._identity_key_of(request),
             )
-            for row, request in enumerate(requests)
-            if computes_prompt[row]
+            for row, (request, computes_prompt) in enumerate(
+                zip(known.rows, known.computes_prompt, strict=False)
+            )
+            if computes_prompt
         )
 
     def _empty_step(self) -> ForwardStep:

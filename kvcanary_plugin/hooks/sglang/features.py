@@ -15,6 +15,11 @@ _NGRAM = "NGRAM"
 # Pools whose slots are those of the page table, all of one group.
 _ONE_GROUP = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
 
+_DRAFT = (
+    "the draft worker writes its pool step by step in graphs of its own; K/V that is wrong there"
+    " costs accepted drafts, never a token of the output"
+)
+
 
 class Coverage(StrEnum):
     """How far slots that a feature fills are guarded."""
@@ -92,9 +97,7 @@ FEATURES: tuple[Feature, ...] = (
         _speculates(*_CHAINS_OR_TREES),
         Coverage.COVERED,
         "the target model's slots, chains and trees of drafts; not those of the draft model",
-        unguarded=(
-            ("draft", "the draft model writes its pool inside its own CUDA graphs, step by step"),
-        ),
+        unguarded=(("draft", _DRAFT),),
         hooks=(versions.KEEP_DRAFTS,),
     ),
     Feature(
@@ -107,7 +110,7 @@ FEATURES: tuple[Feature, ...] = (
         "speculation with pipeline parallelism",
         _speculates_in_a_pipeline,
         Coverage.UNSUPPORTED,
-        "stages learn what was accepted after they have run other batches",
+        "stages learn what was accepted only after they have run other batches",
     ),
     Feature(
         "multi-layer EAGLE with trees",
@@ -116,7 +119,7 @@ FEATURES: tuple[Feature, ...] = (
         "accepted tokens are not moved into place",
     ),
     Feature(
-        "hierarchical cache (MHA and MLA pools)",
+        "hierarchical cache",
         _has("enable_hierarchical_cache"),
         Coverage.EXTERNAL,
         "records stay while bytes are on the host, and what is loaded back is compared with them",
@@ -139,7 +142,7 @@ FEATURES: tuple[Feature, ...] = (
         "prefill/decode disaggregation, decode server",
         _disaggregates("decode"),
         Coverage.EXTERNAL,
-        "what was sent is adopted when the request is ready to run",
+        "what was sent is adopted as it is found when the request is ready to run",
         hooks=(versions.PREBUILT,),
         pools=_ONE_GROUP,
     ),
@@ -159,7 +162,7 @@ FEATURES: tuple[Feature, ...] = (
         "LMCache",
         _has("enable_lmcache"),
         Coverage.UNSUPPORTED,
-        "its connector writes slots without saying which tokens they hold",
+        "its connector writes slots where this hook does not look",
     ),
     Feature(
         "diffusion models",

@@ -23,6 +23,7 @@ def adopt_prebuilt(monitor: CanaryMonitor, translator: BatchTranslator, batch: A
     extend = np.array(batch.extend_lens, dtype=np.int64)
     if not extend.sum():
         return
+    translator.requests_arrive()
     spans = list(zip(batch.reqs, prefix.tolist(), extend.tolist(), strict=True))
     tokens = [
         np.frombuffer(own_tokens(request)[start : start + count], dtype=np.int64)
