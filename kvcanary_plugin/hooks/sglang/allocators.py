@@ -17,6 +17,7 @@ from kvcanary_plugin.lifecycle import SlotEvents
 _TOKEN_ALLOCATOR = "TokenToKVPoolAllocator"
 _PAGED_ALLOCATOR = "PagedTokenToKVPoolAllocator"
 _SWA_ALLOCATOR = "SWATokenToKVPoolAllocator"
+_PURE_SWA_ALLOCATOR = "PureSWATokenToKVPoolAllocator"
 
 
 def followable(allocator: Any) -> Mapping[str, Any]:
@@ -24,6 +25,9 @@ def followable(allocator: Any) -> Mapping[str, Any]:
     name = type(allocator).__name__
     if name in (_TOKEN_ALLOCATOR, _PAGED_ALLOCATOR):
         return {"full": allocator, "mla": allocator}
+    if name == _PURE_SWA_ALLOCATOR:
+        inner = allocator.swa_attn_allocator
+        return {"swa": inner} if type(inner).__name__ == _TOKEN_ALLOCATOR else {}
     if name == _SWA_ALLOCATOR:
         parts = {"full": allocator.full_attn_allocator, "swa": allocator.swa_attn_allocator}
         known = {_TOKEN_ALLOCATOR, _PAGED_ALLOCATOR}
