@@ -30,11 +30,6 @@ BLOCK_SIZE: Final = 32  # the CPU backend wants multiples of it
 # Room for one request of full length and a few others.
 _BLOCKS: Final = 96
 
-# Decode in graphs; without the compiler, which would take most of the start.
-_CUDA_COMPILATION: Final = (
-    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}'
-)
-
 _ENGINE_FLAGS: Final = (
     "--skip-tokenizer-init",
     *("--served-model-name", "tiny"),
@@ -50,7 +45,10 @@ _DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = MappingProxyType(
     {
         # The CPU backend interleaves bfloat16 K/V for AMX tiles, and no source describes that.
         "cpu": ("--dtype", "float32", "--enforce-eager"),
-        "cuda": ("--dtype", "bfloat16", "--compilation-config", _CUDA_COMPILATION),
+        "cuda": (
+            *("--dtype", "bfloat16"),
+            *("--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4, 8]}'),
+        ),
     }
 )
 _ENGINE_ENV: Final = {
