@@ -62,21 +62,21 @@ def test_speculation_guards_the_target_model(values: dict[str, Any], unguarded: 
 
 
 @pytest.mark.parametrize(
-    ("values", "coverage", "every_pool"),
+    ("values", "coverage", "not_with"),
     [
-        ({"disaggregation_mode": "prefill"}, Coverage.COVERED, True),
-        ({"disaggregation_mode": "decode"}, Coverage.EXTERNAL, False),
-        ({"enable_hierarchical_cache": True}, Coverage.EXTERNAL, False),
+        ({"disaggregation_mode": "prefill"}, Coverage.COVERED, set()),
+        ({"disaggregation_mode": "decode"}, Coverage.EXTERNAL, {"SWAKVPool", "DSATokenToKVPool"}),
+        ({"enable_hierarchical_cache": True}, Coverage.EXTERNAL, {"DSATokenToKVPool"}),
     ],
 )
-def test_slots_that_travel_are_guarded_in_pools_of_one_group(
-    values: dict[str, Any], coverage: Coverage, every_pool: bool
+def test_slots_that_travel_are_guarded_in_some_pools(
+    values: dict[str, Any], coverage: Coverage, not_with: set[str]
 ):
     args = settings(**values)
     assert unsupported_feature(args) is None
     assert [feature.coverage for feature in features_in_use(args)] == [coverage]
-    assert unsupported_pool(args, "MHATokenToKVPool") is None
-    assert (unsupported_pool(args, "SWAKVPool") is None) is every_pool
+    pools = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "DSATokenToKVPool")
+    assert {pool for pool in pools if unsupported_pool(args, pool)} == not_with
 
 
 def test_each_feature_has_a_name_of_its_own_and_a_note():

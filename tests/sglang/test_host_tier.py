@@ -17,7 +17,7 @@ from kvcanary_plugin.carried import ExternalSlots
 from kvcanary_plugin.hooks.sglang import attach
 from kvcanary_plugin.kernels import SlotState
 from tests.monitor.world import found
-from tests.sglang.engine import LAYERS, SIZE, Engine, Request
+from tests.sglang.engine import SIZE, WINDOW, Engine, Request
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
@@ -37,12 +37,11 @@ class Event:
 
 
 class HostPool:
-    """Host memory for every layer's K and V, slot by slot."""
+    """Host memory for every layer's K and V of one pool, slot by slot."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, pool: Any) -> None:
         self.size = 2 * SIZE
-        self.layer_num = LAYERS
-        pool = engine.pool
+        self.layer_num = len(pool.k_buffer)
         self.buffers = [
             (torch.zeros(self.size, *k.shape[1:]), torch.zeros(self.size, *v.shape[1:]))
             for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
@@ -81,26 +80,34 @@ class Tier:
         self.l2 = l2_transfer
         self.transfers = l2_transfer.L2TransferEngine("direct")
         self.engine = engine
-        self.host = HostPool(engine)
+        self.hosts = [HostPool(part) for part in engine.parts]
+        self.host = self.hosts[0]
         self.next_host_slot = 0
 
-    def back_up(self, slots: list[int]) -> list[int]:
+    def back_up(self, slots: list[int], swa_slots: list[int] | None = None) -> list[int]:
         first, self.next_host_slot = self.next_host_slot, self.next_host_slot + len(slots)
         host = list(range(first, self.next_host_slot))
         attach.around_backup(
             self.l2.L2TransferEngine.submit_device_to_host,
             self.transfers,
-            [self._transfer(host, slots)],
+            self._all(host, slots, swa_slots),
         )
         return host
 
-    def load(self, host: list[int], slots: list[int], *, late: bool = False) -> Event:
+    def load(
+        self,
+        host: list[int],
+        slots: list[int],
+        swa_slots: list[int] | None = None,
+        *,
+        late: bool = False,
+    ) -> Event:
         self.host.late = [] if late else None
         completion = attach.around_load(
             self.l2.L2TransferEngine.submit_host_to_device,
             self.transfers,
-            [self._transfer(host, slots)],
-            transfer_layer_id_max=LAYERS,
+            self._all(host, slots, swa_slots),
+            transfer_layer_id_max=self.host.layer_num,
         )
         event: Event = completion.finish_event
         event.arrived = not late
@@ -111,10 +118,17 @@ class Tier:
             copy()
         event.arrived = True
 
-    def _transfer(self, host: list[int], slots: list[int]) -> Any:
+    def _all(self, host: list[int], slots: list[int], swa_slots: list[int] | None) -> list[Any]:
+        """The window's slots are the last ones of the sequence, in a pool of their own."""
+        transfers = [self._transfer(host, slots)]
+        if swa_slots:
+            transfers.append(self._transfer(host[-len(swa_slots) :], swa_slots, part=1))
+        return transfers
+
+    def _transfer(self, host: list[int], slots: list[int], part: int = 0) -> Any:
         return self.l2.L2Transfer(
-            host_pool=self.host,
-            device_pool=self.engine.pool,
+            host_pool=self.hosts[part],
+            device_pool=self.engine.parts[part],
             host_indices=torch.tensor(host, dtype=torch.int64),
             device_indices=torch.tensor(slots, dtype=torch.int64),
         )
@@ -234,11 +248,12 @@ def test_another_pools_transfers_are_not_looked_at(engine: Engine, tier: Tier):
     attach.around_backup(tier.l2.L2TransferEngine.submit_device_to_host, tier.transfers, [transfer])
     host_tier = engine.session._host_tier
     assert host_tier is not None
-    assert not host_tier._host_records
+    assert [part._host_records for part in host_tier._parts] == [{}]
 
 
 def test_a_storage_backend_attached_later_blinds_the_canary(engine: Engine, tier: Tier):
-    attach.before_attach_storage(SimpleNamespace(mem_pool_device=engine.pool), "file")
+    controller = SimpleNamespace(mem_pool_device_allocator=engine.allocator)
+    attach.before_attach_storage(controller, "file")
     assert "storage backend" in str(engine.monitor.blind_because)
     request, _ = load_back(engine, tier, list(range(len(PROMPT))))
     engine.give_slots(request, 1)
@@ -251,3 +266,59 @@ def test_what_has_not_arrived_is_not_scrubbed(engine: Engine, tier: Tier):
     engine.prefill(request, prefix=len(PROMPT))
     words = engine.monitor.guards[0].slots.state[torch.tensor(request.slots[: len(PROMPT)])]
     assert set((words & 0xFF).tolist()) == {int(SlotState.WRITTEN)}
+
+
+# --- a pool for full attention and one for the window ---------------------------------------------
+
+
+@pytest.fixture
+def windowed(sglang_session: None) -> Iterator[Engine]:
+    engine = Engine(swa=True, enable_hierarchical_cache=True)
+    yield engine
+    engine.close()
+
+
+LONG = list(range(20, 20 + 2 * WINDOW))
+
+
+def window_is_loaded_back(
+    engine: Engine, tier: Tier, *, harm: Callable[[Tier, list[int]], None] | None = None
+) -> tuple[Request, list[int]]:
+    """A prompt comes back whole for full attention, and its last tokens for the window."""
+    first = Request("a", 1, list(LONG))
+    assert engine.prefill(first) == []
+    mapping = engine.pool.full_to_swa_index_mapping
+    old = mapping[torch.tensor(first.slots)].tolist()
+    host = tier.back_up(first.slots, old)
+    engine.allocator.free(torch.tensor(first.slots, dtype=torch.int64))
+    assert engine.prefill(Request("b", 2, list(range(70, 84)))) == []
+    if harm is not None:
+        harm(tier, host)
+    full = engine.allocator.full_attn_allocator.alloc(len(LONG))
+    swa = engine.allocator.swa_attn_allocator.alloc(WINDOW)
+    tier.load(host, full.tolist(), swa.tolist())
+    engine.allocator.set_full_to_swa_mapping(full[-WINDOW:], swa)
+    request = Request("c", 3, [*LONG, 30])
+    engine.share(request, full.tolist())
+    return request, swa.tolist()
+
+
+def test_a_window_comes_back_without_what_lies_before_it(
+    windowed: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    request, _ = window_is_loaded_back(windowed, Tier(windowed, monkeypatch))
+    assert windowed.prefill(request, prefix=len(LONG)) == []
+    assert windowed.decode(request, tokens=[3]) == []
+    assert windowed.decode(request, tokens=[4]) == []
+
+
+def test_bytes_of_the_window_that_changed_on_the_host_are_found(
+    windowed: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    def harm(tier: Tier, host: list[int]) -> None:
+        tier.hosts[1].buffers[0][0][host[-2]] += 1.0
+
+    tier = Tier(windowed, monkeypatch)
+    request, swa = window_is_loaded_back(windowed, tier, harm=harm)
+    seen = windowed.prefill(request, prefix=len(LONG))
+    assert {(v.group, *f) for v in seen for f in found([v])} == {("swa", "real_kv", swa[-2])}

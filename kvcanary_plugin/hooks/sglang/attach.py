@@ -62,13 +62,16 @@ class Session:
         self.flushes = 0
         self._count_flushes(model_runner.token_to_kv_pool_allocator)
         self._copies: PoolCopies | None = None
-        self._host_tier: HostTier | None = None
+        self._host_tier: HostTier | None = None  # only with a hierarchical cache
         if self._canary.monitor is not None:
             self._follow_allocators(model_runner, self._canary.monitor)
             self._copies = follow_copies(pool, self._canary.monitor)
             if getattr(model_runner.server_args, "enable_hierarchical_cache", False):
-                self._host_tier = HostTier(self._canary.monitor, self._canary.monitor.guards[0])
-                setattr(pool, _ATTRIBUTE, self._host_tier)
+                self._host_tier = HostTier(self._canary.monitor)
+                for guard in self._canary.monitor.guards:
+                    # The engine moves K/V between the host and the pools inside of a pool.
+                    part = getattr(pool, f"{guard.group.name}_kv_pool", pool)
+                    setattr(part, _ATTRIBUTE, self._host_tier.follow(guard))
             # Some hooks see no model runner.
             setattr(model_runner.token_to_kv_pool_allocator, _ATTRIBUTE, self)
 
@@ -113,6 +116,14 @@ class Session:
             return
         with monitor.guard_errors("hook"):
             transfers.adopt_prebuilt(monitor, self._translator, schedule_batch)
+
+    def storage_is_attached(self) -> None:
+        """From now on bytes come to the host that never were in the pools: the canary is blind."""
+        if self._canary.monitor is not None:
+            with self._canary.monitor.guard_errors("hook"):
+                raise host_tier.StorageAttachedError(
+                    "a storage backend was attached to the hierarchical cache"
+                )
 
     def sampled(self, forward_batch: Any, tokens: Any) -> None:
         """Tell the oracle which token comes next for each request of the batch."""
@@ -260,9 +271,9 @@ def around_load(original: Callable[..., Any], engine: Any, transfers: Any, **how
 
 def before_attach_storage(controller: Any, *_args: Any, **_kwargs: Any) -> None:
     """BEFORE ``HiCacheController.attach_storage_backend``: bytes without records will come."""
-    tier: HostTier | None = getattr(controller.mem_pool_device, _ATTRIBUTE, None)
-    if tier is not None:
-        tier.storage_is_attached()
+    session: Session | None = getattr(controller.mem_pool_device_allocator, _ATTRIBUTE, None)
+    if session is not None:
+        session.storage_is_attached()
 
 
 def _hook_features(server_args: Any) -> list[str]:

@@ -124,7 +124,7 @@ FEATURES: tuple[Feature, ...] = (
         Coverage.EXTERNAL,
         "records stay while bytes are on the host, and what is loaded back is compared with them",
         hooks=(versions.BACKUP, versions.LOAD_BACK, versions.ATTACH_STORAGE),
-        pools=_ONE_GROUP,
+        pools=_ONE_GROUP | {"SWAKVPool"},
     ),
     Feature(
         "hierarchical cache with storage",

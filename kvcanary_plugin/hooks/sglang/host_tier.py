@@ -67,14 +67,31 @@ class _Load:
 
 
 class HostTier:
-    """Follows the transfers of one engine rank between its pool and the host."""
+    """Follows the transfers of one engine rank between its pools and the host."""
 
-    def __init__(self, monitor: CanaryMonitor, guard: GroupGuard) -> None:
-        """
-        Args:
-            monitor: the canary.
-            guard: the only group of the pool.
-        """
+    def __init__(self, monitor: CanaryMonitor) -> None:
+        self._monitor = monitor
+        self._parts: list[TierPart] = []
+        self.has_loads = False
+
+    def follow(self, guard: GroupGuard) -> TierPart:
+        """What follows the transfers of the pool of ``guard``."""
+        part = TierPart(self, self._monitor, guard)
+        self._parts.append(part)
+        return part
+
+    def before_forward(self) -> None:
+        """On the forward's stream: records of what was submitted, bytes of what has arrived."""
+        self.has_loads = False
+        for part in self._parts:
+            self.has_loads |= part.before_forward()
+
+
+class TierPart:
+    """Follows the transfers of one pool."""
+
+    def __init__(self, tier: HostTier, monitor: CanaryMonitor, guard: GroupGuard) -> None:
+        self._tier = tier
         self._monitor = monitor
         self._index = guard.index
         self._device = guard.group.device
@@ -82,7 +99,6 @@ class HostTier:
         self._submitted: list[_Load] = []
         self._arriving: list[tuple[_Load, LoadInFlight]] = []
         self._kept: deque[Any] = deque(maxlen=_KEPT)
-        self.has_loads = False
 
     def before_backup(self, transfer: Any, stream: Any) -> None:
         """BEFORE the bytes of a transfer leave for the host on ``stream``, whose work so far is
@@ -101,10 +117,10 @@ class HostTier:
         self._submitted.append(
             _Load(self._records_of(transfer.host_pool), host_slots, slots, finished)
         )
-        self.has_loads = True
+        self._tier.has_loads = True
 
-    def before_forward(self) -> None:
-        """On the forward's stream: records of what was submitted, bytes of what has arrived."""
+    def before_forward(self) -> bool:
+        """Puts back what was submitted, compares what has arrived; whether more is on its way."""
         for load in self._submitted:
             in_flight = self._monitor.import_in_flight(
                 self._index, load.slots, load.host_records.take(load.host_slots)
@@ -112,17 +128,15 @@ class HostTier:
             if in_flight is not None:
                 self._arriving.append((load, in_flight))
         self._submitted = []
-        arrived = [entry for entry in self._arriving if entry[0].finished.query()]
-        for load, in_flight in arrived:
-            self._monitor.bytes_arrived(self._index, in_flight)
-            self._kept.append((load, in_flight))
-        self._arriving = [entry for entry in self._arriving if entry not in arrived]
-        self.has_loads = bool(self._arriving)
-
-    def storage_is_attached(self) -> None:
-        """From now on bytes come to the host that never were in this pool: the canary is blind."""
-        with self._monitor.guard_errors("hook"):
-            raise StorageAttachedError("a storage backend was attached to the hierarchical cache")
+        still_arriving = []
+        for load, in_flight in self._arriving:
+            if load.finished.query():
+                self._monitor.bytes_arrived(self._index, in_flight)
+                self._kept.append((load, in_flight))
+            else:
+                still_arriving.append((load, in_flight))
+        self._arriving = still_arriving
+        return bool(still_arriving)
 
     def _records_of(self, host_pool: Any) -> HostRecords:
         records = self._host_records.get(id(host_pool))
@@ -154,9 +168,9 @@ class HostTier:
 def around_backup(original: Any, engine: Any, transfers: Sequence[Any], attribute: str) -> Any:
     """AROUND ``L2TransferEngine.submit_device_to_host``."""
     for transfer in transfers:
-        tier: HostTier | None = getattr(transfer.device_pool, attribute, None)
-        if tier is not None:
-            tier.before_backup(transfer, engine.device_to_host_stream)
+        part: TierPart | None = getattr(transfer.device_pool, attribute, None)
+        if part is not None:
+            part.before_backup(transfer, engine.device_to_host_stream)
     return original(engine, transfers)
 
 
@@ -166,7 +180,7 @@ def around_load(
     """AROUND ``L2TransferEngine.submit_host_to_device``."""
     completion = original(engine, transfers, **how)
     for transfer in transfers:
-        tier: HostTier | None = getattr(transfer.device_pool, attribute, None)
-        if tier is not None:
-            tier.after_load(transfer, completion.finish_event)
+        part: TierPart | None = getattr(transfer.device_pool, attribute, None)
+        if part is not None:
+            part.after_load(transfer, completion.finish_event)
     return completion
