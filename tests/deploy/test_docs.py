@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvcanary_plugin.config import iter_settings
-from kvcanary_plugin.hooks.vllm import caches
+from kvcanary_plugin.hooks.vllm import pools
 from kvcanary_plugin.metrics import METRICS, CanaryMetrics, RankLabels
 from tests.deploy.paths import DOCS, ROOT, alert_names, load_rules
 
@@ -145,7 +145,7 @@ def test_the_number_of_series_of_a_rank_is_the_one_in_the_table(groups: int) -> 
 
 def test_the_table_of_pools_names_every_adapter() -> None:
     text = (DOCS / "compatibility.md").read_text()
-    for name in caches._KINDS:
+    for name in pools._KINDS:
         assert f"`{name}`" in text, name
 
 

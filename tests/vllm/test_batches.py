@@ -11,11 +11,11 @@ import torch
 
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.forward import ForwardKind, ForwardStep
-from kvcanary_plugin.hooks.vllm import v2
-from kvcanary_plugin.hooks.vllm.caches import GuardedCaches
+from kvcanary_plugin.hooks.vllm import batch_v2
+from kvcanary_plugin.hooks.vllm.batch_v1 import V1Translator
+from kvcanary_plugin.hooks.vllm.batch_v2 import PreparedBatch, V2Translator
+from kvcanary_plugin.hooks.vllm.pools import GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import RequestBook
-from kvcanary_plugin.hooks.vllm.v1 import V1Translator
-from kvcanary_plugin.hooks.vllm.v2 import PreparedBatch, V2Translator
 from kvcanary_plugin.violations import RequestNames
 
 ROWS, WIDTH, TOKENS = 4, 64, 32
@@ -210,7 +210,7 @@ def test_v2_the_pages_of_a_table_are_the_kernels_blocks(names_kernel_blocks):
         tables.block_sizes, tables.kernel_block_sizes = [128], [64]
     else:
         tables.block_sizes = [64]
-    (table,) = v2.block_tables(SimpleNamespace(block_tables=tables))
+    (table,) = batch_v2.block_tables(SimpleNamespace(block_tables=tables))
     assert table.page_size == 64
 
 

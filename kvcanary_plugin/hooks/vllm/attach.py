@@ -17,10 +17,10 @@ import torch
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.forward import ForwardKind, ForwardStep
-from kvcanary_plugin.hooks.vllm import flag, v1, v2, versions
-from kvcanary_plugin.hooks.vllm.caches import GuardedCaches, guarded_caches
-from kvcanary_plugin.hooks.vllm.loads import LoadedSlots
+from kvcanary_plugin.hooks.vllm import batch_v1, batch_v2, features, flag, versions
+from kvcanary_plugin.hooks.vllm.pools import GuardedCaches, guarded_caches
 from kvcanary_plugin.hooks.vllm.requests import CACHE_SALT, RequestBook
+from kvcanary_plugin.hooks.vllm.transfers import LoadedSlots
 from kvcanary_plugin.metrics import RankLabels
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Session:
         self, *, config: CanaryConfig, config_path: str, worker: Any, vllm_config: Any
     ) -> None:
         self._runner = worker.model_runner
-        self._translator: v1.V1Translator | v2.V2Translator | None = None
+        self._translator: batch_v1.V1Translator | batch_v2.V2Translator | None = None
         self._caches = _caches(self._runner, vllm_config)
         self.canary = Canary(
             config=config,
@@ -49,7 +49,7 @@ class Session:
         )
         self._is_warm = False
         self._forward_done = ExitStack()
-        self._prepared: v2.PreparedBatch | None = None
+        self._prepared: batch_v2.PreparedBatch | None = None
         self._scheduler_output: Any = None
         if self._caches.groups:
             self._hook_runner()
@@ -70,14 +70,18 @@ class Session:
         assert self.canary.monitor is not None
         self._loads = LoadedSlots(monitor=self.canary.monitor, caches=self._caches)
         if is_v2:
-            self._translator = v2.V2Translator(runner=runner, caches=self._caches, book=self._book)
+            self._translator = batch_v2.V2Translator(
+                runner=runner, caches=self._caches, book=self._book
+            )
             _wrap(runner, "execute_model", self._execute_model_v2)
             _wrap(runner, "prepare_attn", self._prepare_attn)
             _wrap(runner, "prepare_dummy_attn", self._prepare_dummy_attn)
             _wrap(runner, "postprocess_sampled", self._postprocess_sampled)
             runner.kv_connector = _ForwardNotice(runner.kv_connector, self._before_forward_v2)
         else:
-            self._translator = v1.V1Translator(runner=runner, caches=self._caches, book=self._book)
+            self._translator = batch_v1.V1Translator(
+                runner=runner, caches=self._caches, book=self._book
+            )
             _wrap(runner, "execute_model", self._execute_model_v1)
             _wrap(runner, "_model_forward", self._model_forward)
             _wrap(runner, "_sample", self._sample)
@@ -155,7 +159,7 @@ class Session:
         scheduler_output, translator = self._scheduler_output, self._translator
         if scheduler_output is None or not self._is_warm:
             return original(*args, **kwargs)
-        assert isinstance(translator, v1.V1Translator)
+        assert isinstance(translator, batch_v1.V1Translator)
         with self._around_forward(
             lambda: self._noting_loads(translator.translate(scheduler_output))
         ):
@@ -165,7 +169,7 @@ class Session:
         result = original(logits, spec_decode_metadata)
         monitor, translator = self.canary.monitor, self._translator
         if self._is_warm and monitor is not None and monitor.history is not None:
-            assert isinstance(translator, v1.V1Translator)
+            assert isinstance(translator, batch_v1.V1Translator)
             with monitor.guard_errors("oracle"):
                 for sampled in translator.sampled(result.sampled_token_ids, spec_decode_metadata):
                     monitor.record_sampled(*sampled)
@@ -188,14 +192,14 @@ class Session:
 
     def _prepare_attn(self, original: Callable[..., Any], input_batch: Any) -> Any:
         block_tables, slot_mappings = original(input_batch)
-        self._prepared = v2.PreparedBatch(input_batch, slot_mappings, is_dummy=False)
+        self._prepared = batch_v2.PreparedBatch(input_batch, slot_mappings, is_dummy=False)
         return block_tables, slot_mappings
 
     def _prepare_dummy_attn(
         self, original: Callable[..., Any], input_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         block_tables, slot_mappings = original(input_batch, *args, **kwargs)
-        self._prepared = v2.PreparedBatch(input_batch, slot_mappings, is_dummy=True)
+        self._prepared = batch_v2.PreparedBatch(input_batch, slot_mappings, is_dummy=True)
         return block_tables, slot_mappings
 
     def _before_forward_v2(self) -> None:
@@ -203,7 +207,7 @@ class Session:
         self._prepared = None
         if prepared is None or not self._is_warm:
             return
-        assert isinstance(translator, v2.V2Translator)
+        assert isinstance(translator, batch_v2.V2Translator)
         self._forward_done.enter_context(
             self._around_forward(lambda: self._noting_loads(translator.translate(prepared)))
         )
@@ -221,7 +225,7 @@ class Session:
         # On another rank than the last the tokens arrive later, for a batch that is gone.
         is_last_rank = getattr(self._runner, "is_last_pp_rank", True)
         if self._is_warm and is_last_rank and monitor is not None and monitor.history is not None:
-            assert isinstance(translator, v2.V2Translator)
+            assert isinstance(translator, batch_v2.V2Translator)
             with monitor.guard_errors("oracle"):
                 for sampled in translator.sampled(sampled_tokens, num_sampled, idx_mapping):
                     monitor.record_sampled(*sampled)
@@ -258,12 +262,12 @@ def _caches(runner: Any, vllm_config: Any) -> GuardedCaches:
     caches = guarded_caches(
         groups=kv_cache_config.kv_cache_groups,
         num_blocks=int(kv_cache_config.num_blocks),
-        tables=v1.block_tables(runner) if kind == "v1" else v2.block_tables(runner),
+        tables=batch_v1.block_tables(runner) if kind == "v1" else batch_v2.block_tables(runner),
         layers=vllm_config.compilation_config.static_forward_context,
         is_target_layer=lambda layer: id(layer) in target_layers,
         packing_of=versions.packing_of,
     )
-    problem = _unsupported_setup(vllm_config)
+    problem = features.unsupported_setup(vllm_config)
     if problem is None:
         return caches
     return GuardedCaches(
@@ -275,16 +279,6 @@ def _caches(runner: Any, vllm_config: Any) -> GuardedCaches:
             *caches.unguarded,
         ),
     )
-
-
-def _unsupported_setup(vllm_config: Any) -> str | None:
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    unknown = versions.unknown_connectors(transfer) if transfer is not None else []
-    if unknown:
-        return f"KV connector {', '.join(unknown)} moves K/V in unseen; it has no adapter"
-    if versions.context_parallel_size(vllm_config.parallel_config) > 1:
-        return "context parallelism spreads a sequence over ranks; it has no adapter"
-    return None
 
 
 def extend_worker() -> None:

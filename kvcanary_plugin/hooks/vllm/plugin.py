@@ -17,11 +17,11 @@ from kvcanary_plugin.series_file import DIRECTORY_VARIABLE
 @functools.cache
 def register() -> None:
     """Patch the argument classes and the worker wrapper; calling it again is harmless."""
-    from kvcanary_plugin.hooks.vllm import attach, loads
+    from kvcanary_plugin.hooks.vllm import attach, transfers
 
     flag.extend_engine_arguments()
     attach.extend_scheduler_output()
-    loads.extend_scheduler_connector()
+    transfers.extend_scheduler_connector()
     attach.extend_worker()
     if DIRECTORY_VARIABLE in os.environ:  # a second API server: the engine is configured already
         flag.show_workers_metrics()

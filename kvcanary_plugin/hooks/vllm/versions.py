@@ -82,47 +82,6 @@ def packing_of(layer: Any) -> str | None:
     return str(named) if named is not None else "an unnamed instruction set"
 
 
-# Connectors of vLLM that load nothing but what `update_state_after_alloc` was told.
-_CONNECTORS = frozenset(
-    {
-        "DecodeBenchConnector",
-        "ExampleConnector",
-        "ExampleHiddenStatesConnector",
-        "FlexKVConnectorV1",
-        "HF3FSKVConnector",
-        "LMCacheConnectorV1",
-        "LMCacheMPConnector",
-        "MoRIIOConnector",
-        "MooncakeConnector",
-        "MooncakeStoreConnector",
-        "MultiConnector",
-        "NixlConnector",
-        "NixlPullConnector",
-        "NixlPushConnector",
-        "OffloadingConnector",
-        "SimpleCPUOffloadConnector",
-    }
-)
-_REWRITING_CONNECTORS = frozenset({"ExampleConnector"})
-
-
-def unknown_connectors(kv_transfer_config: Any) -> list[str]:
-    """Connectors without adapter in a configuration, those of a MultiConnector included."""
-    names = [kv_transfer_config.kv_connector]
-    if getattr(kv_transfer_config, "kv_connector_module_path", None):
-        return names  # somebody's own class, whatever its name
-    if names == ["MultiConnector"]:
-        parts = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
-        names = [part.get("kv_connector_module_path") or part.get("kv_connector") for part in parts]
-    return [name for name in names if name not in _CONNECTORS]
-
-
-def rewrites_cached_tokens(connector: Any) -> bool:
-    """Whether a connector loads tokens as well that the engine has in its own cache."""
-    parts = getattr(connector, "_connectors", None) or [connector]
-    return any(type(part).__name__ in _REWRITING_CONNECTORS for part in parts)
-
-
 def rank_labels(parallel_config: Any) -> RankLabels:
     """Tensor, pipeline and data parallel rank of this worker process."""
     from vllm.distributed import get_pp_group, get_tp_group
@@ -135,11 +94,4 @@ def rank_labels(parallel_config: Any) -> RankLabels:
         dp_rank=dp_rank,
         process_index=(dp_rank * pp.world_size + pp.rank_in_group) * tp.world_size
         + tp.rank_in_group,
-    )
-
-
-def context_parallel_size(parallel_config: Any) -> int:
-    """In how many parts the tokens of one sequence lie on different ranks."""
-    return int(getattr(parallel_config, "decode_context_parallel_size", 1)) * int(
-        getattr(parallel_config, "prefill_context_parallel_size", 1)
     )

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import Int64Array
-from kvcanary_plugin.hooks.vllm import versions
-from kvcanary_plugin.hooks.vllm.caches import GuardedCaches
+from kvcanary_plugin.hooks.vllm import features
 from kvcanary_plugin.hooks.vllm.media import media_of
+from kvcanary_plugin.hooks.vllm.pools import GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import Batch, key_of_request
 from kvcanary_plugin.monitor import CanaryMonitor
 
@@ -195,7 +195,7 @@ def extend_scheduler_connector() -> None:
         connector = original(cls, *args, **kwargs)
         if connector.role == KVConnectorRole.SCHEDULER:
             ScheduledLoads(
-                connector, rewrites_cached_tokens=versions.rewrites_cached_tokens(connector)
+                connector, rewrites_cached_tokens=features.rewrites_cached_tokens(connector)
             )
         return connector
 

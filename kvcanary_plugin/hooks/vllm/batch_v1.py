@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
-from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
 from kvcanary_plugin.hooks.vllm.media import MediaPart, marked_inputs
+from kvcanary_plugin.hooks.vllm.pools import BlockTable, GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import Batch, KnownRequest, RequestBook
 
 

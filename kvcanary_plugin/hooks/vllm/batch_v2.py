@@ -14,10 +14,10 @@ import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens
 from kvcanary_plugin.hooks.vllm import versions
-from kvcanary_plugin.hooks.vllm.caches import BlockTable, GuardedCaches
+from kvcanary_plugin.hooks.vllm.batch_v1 import host_tokens, kind_of, media_parts
 from kvcanary_plugin.hooks.vllm.media import marked_inputs
+from kvcanary_plugin.hooks.vllm.pools import BlockTable, GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import Batch, RequestBook
-from kvcanary_plugin.hooks.vllm.v1 import host_tokens, kind_of, media_parts
 
 
 def block_tables(runner: Any) -> list[BlockTable]:

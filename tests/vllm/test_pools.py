@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcanary_plugin.hooks.vllm import versions
-from kvcanary_plugin.hooks.vllm.caches import (
+from kvcanary_plugin.hooks.vllm.layouts import layer_sources
+from kvcanary_plugin.hooks.vllm.pools import (
     BlockTable,
     GuardedCaches,
     UnsupportedLayout,
     guarded_caches,
-    layer_sources,
 )
 
 BLOCKS = 3

@@ -11,9 +11,9 @@ import torch
 
 from kvcanary_plugin.cache import KVCacheGroup, row_source
 from kvcanary_plugin.config import CanaryConfig
-from kvcanary_plugin.hooks.vllm import versions
-from kvcanary_plugin.hooks.vllm.caches import GuardedCaches
-from kvcanary_plugin.hooks.vllm.loads import (
+from kvcanary_plugin.hooks.vllm import features
+from kvcanary_plugin.hooks.vllm.pools import GuardedCaches
+from kvcanary_plugin.hooks.vllm.transfers import (
     LOADS,
     Load,
     LoadedSlots,
@@ -200,4 +200,4 @@ def test_a_request_that_is_given_up_while_it_loads_leaves_bytes_that_nobody_comp
     ids=["known", "unknown", "another memory", "own class of a known name", "several"],
 )
 def test_connectors_that_are_not_known_are_named(config, unknown):
-    assert versions.unknown_connectors(SimpleNamespace(**config)) == unknown
+    assert features.unknown_connectors(SimpleNamespace(**config)) == unknown
