@@ -51,9 +51,7 @@ class Request:
 class Engine:
     """One engine rank: a pool, its allocator, a page table, a session."""
 
-    def __init__(
-        self, *, swa: bool = False, starts_guarded: bool = True, **server_args: Any
-    ) -> None:
+    def __init__(self, *, swa: bool = False, **server_args: Any) -> None:
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -98,8 +96,7 @@ class Engine:
         )
         self.session = Session(checking_everything(), self.runner)
         self._names = RequestNames()
-        if starts_guarded:
-            self._reader = RingReader(self.monitor.sink.ring)
+        self._reader = RingReader(self.monitor.sink.ring)
 
     @property
     def monitor(self) -> CanaryMonitor:

@@ -65,7 +65,7 @@ def test_speculation_guards_the_target_model(values: dict[str, Any], unguarded: 
     ("values", "coverage", "not_with"),
     [
         ({"disaggregation_mode": "prefill"}, Coverage.COVERED, set()),
-        ({"disaggregation_mode": "decode"}, Coverage.EXTERNAL, {"SWAKVPool", "DSATokenToKVPool"}),
+        ({"disaggregation_mode": "decode"}, Coverage.EXTERNAL, set()),
         ({"enable_hierarchical_cache": True}, Coverage.EXTERNAL, {"DSATokenToKVPool"}),
     ],
 )

@@ -14,7 +14,7 @@ from kvcanary_plugin.carried import ExternalSlots
 from kvcanary_plugin.hooks.sglang import attach
 from kvcanary_plugin.kernels import SlotState
 from tests.monitor.world import found
-from tests.sglang.engine import Engine, Request
+from tests.sglang.engine import WINDOW, Engine, Request
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -173,11 +173,66 @@ def test_a_finished_prefix_is_folded_into_the_tree_in_silence(
     assert int(SlotState.FREE) in freed.tolist()
 
 
-def test_sliding_windows_are_shown_as_unsupported(sglang_session: None, caplog: Any):
-    engine = Engine(swa=True, disaggregation_mode="decode", starts_guarded=False)
-    assert engine.session.monitor is None
-    assert "not with a SWAKVPool" in caplog.text
+# --- sliding windows ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def windowed(sglang_session: None) -> Iterator[Engine]:
+    engine = Engine(swa=True, disaggregation_mode="decode")
+    yield engine
     engine.close()
+
+
+LONG = list(range(20, 20 + 2 * WINDOW))
+
+
+def tail_received(
+    engine: Engine, request: SentRequest, *, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """As ``received``, where the window's pool has slots for the last ``tail`` tokens only."""
+    count = len(request.tokens) - 1 - len(request.slots)
+    full = engine.allocator.full_attn_allocator.alloc(count)
+    swa = engine.allocator.swa_attn_allocator.alloc(tail)
+    engine.pool.full_to_swa_index_mapping[full] = 0
+    engine.allocator.set_full_to_swa_mapping(full[-tail:], swa)
+    engine.share(request, [*request.slots, *full.tolist()])
+    return received(engine, request, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("tail", [2 * WINDOW, WINDOW + 1, WINDOW])
+def test_the_end_of_a_sequence_is_adopted_for_the_window(
+    windowed: Engine, monkeypatch: pytest.MonkeyPatch, tail: int
+):
+    a = SentRequest("a", 1, [*LONG, 1])
+    attach.before_prebuilt(tail_received(windowed, a, tail=tail, monkeypatch=monkeypatch))
+    assert decode(windowed, a) == []
+    assert windowed.decode(a, tokens=[4]) == []
+
+
+@pytest.mark.parametrize("tail", [4, WINDOW, 3 * WINDOW])
+def test_a_window_goes_on_from_a_prefix_or_leaves_a_gap(
+    windowed: Engine, monkeypatch: pytest.MonkeyPatch, tail: int
+):
+    a = SentRequest("a", 1, [*LONG, 1])
+    attach.before_prebuilt(received(windowed, a, monkeypatch=monkeypatch))
+    assert decode(windowed, a) == []
+    more = list(range(60, 60 + max(tail, 3 * WINDOW if tail == WINDOW else tail)))
+    b = SentRequest("b", 2, [*LONG, *more, 2], prefix_len=len(LONG))
+    windowed.share(b, a.slots[: len(LONG)])
+    attach.before_prebuilt(tail_received(windowed, b, tail=tail, monkeypatch=monkeypatch))
+    assert decode(windowed, b) == []
+    assert windowed.decode(a, b, tokens=[4, 4]) == []
+
+
+def test_bytes_of_the_window_that_change_are_found(
+    windowed: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    a = SentRequest("a", 1, [*LONG, 1])
+    attach.before_prebuilt(tail_received(windowed, a, tail=WINDOW, monkeypatch=monkeypatch))
+    last = int(windowed.pool.full_to_swa_index_mapping[a.slots[-1]])
+    windowed.parts[1].k_buffer[0][last] += 1.0
+    seen = decode(windowed, a)
+    assert {(v.group, v.slot, *v.checks) for v in seen} == {("swa", last, "real_kv")}
 
 
 @pytest.mark.parametrize("prompts", [[], [[1, 2]]])

@@ -12,8 +12,8 @@ from kvcanary_plugin.hooks.sglang import versions
 _CHAINS_OR_TREES = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 _NGRAM = "NGRAM"
 
-# Pools whose slots are those of the page table, all of one group.
-_ONE_GROUP = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
+# Pools whose bytes the hierarchical cache moves in one piece for each group.
+_IN_ONE_PIECE = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"})
 
 _DRAFT = (
     "the draft worker writes its pool step by step in graphs of its own; K/V that is wrong there"
@@ -124,7 +124,7 @@ FEATURES: tuple[Feature, ...] = (
         Coverage.EXTERNAL,
         "records stay while bytes are on the host, and what is loaded back is compared with them",
         hooks=(versions.BACKUP, versions.LOAD_BACK, versions.ATTACH_STORAGE),
-        pools=_ONE_GROUP | {"SWAKVPool"},
+        pools=_IN_ONE_PIECE,
     ),
     Feature(
         "hierarchical cache with storage",
@@ -144,7 +144,13 @@ FEATURES: tuple[Feature, ...] = (
         Coverage.EXTERNAL,
         "what was sent is adopted as it is found when the request is ready to run",
         hooks=(versions.PREBUILT,),
-        pools=_ONE_GROUP,
+    ),
+    Feature(
+        "prefill/decode disaggregation with a role that changes",
+        _has("enable_pd_role_switch"),
+        Coverage.EXTERNAL,
+        "as of the decode server; a change of role flushes the cache",
+        hooks=(versions.PREBUILT,),
     ),
     Feature(
         "split prefill (pdmux)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
 from kvcanary_plugin.hooks.sglang.versions import own_tokens
 from kvcanary_plugin.kernels import WritePlan
+from kvcanary_plugin.kernels.consts import UNKNOWN
 from kvcanary_plugin.monitor import CanaryMonitor
 
 
@@ -41,20 +43,42 @@ def adopt_prebuilt(monitor: CanaryMonitor, translator: BatchTranslator, batch: A
         on_device(np.concatenate(tokens)),
         on_device(np.concatenate(positions)),
     )
+    offsets = on_device(np.concatenate(([0], np.cumsum(extend))))
     plan = WritePlan(
-        write_offsets=on_device(np.concatenate(([0], np.cumsum(extend)))),
-        write_seed_slot_indices=on_device(np.full(len(spans), -1)),
+        write_offsets=offsets,
+        write_seed_slot_indices=on_device(np.full(len(spans), UNKNOWN)),
         write_num_valid_reqs=torch.full((1,), len(spans), dtype=torch.int32, device=device),
         write_request_uids=on_device(uids),
         write_identity_keys=on_device(keys),
     )
     if prefix.any():
         starts = on_device(prefix)
-        for_each = monitor.guards[0].group.page_table[
+        before = monitor.guards[0].group.page_table[
             batch.req_pool_indices.long(), (starts - 1).clamp(min=0)
         ]
-        plan.write_seed_slot_indices.copy_(torch.where(starts > 0, for_each.long(), -1))
+        seeds = torch.where(starts > 0, before.long(), UNKNOWN)
+        plan = replace(plan, write_seed_slot_indices=seeds)
     slots = batch.out_cache_loc.long()
     monitor.learn_prompts(translator.prompts_of(batch.reqs))
     for guard in monitor.guards:
-        monitor.adopt_sequences(guard.index, plan, slots, flat_tokens, flat_positions)
+        own_plan, own_slots = plan, slots
+        if guard.group.full_to_swa is not None:
+            own_plan, own_slots = _in_the_window(plan, slots, guard.group.full_to_swa)
+        monitor.adopt_sequences(guard.index, own_plan, own_slots, flat_tokens, flat_positions)
+
+
+def _in_the_window(
+    plan: WritePlan, slots: torch.Tensor, lookup: torch.Tensor
+) -> tuple[WritePlan, torch.Tensor]:
+    """The same in the numbering of a sliding window's pool, where the end of a sequence may be all
+    that was sent: what lies before it has no slots, and nothing there is continued."""
+    own = _translated(slots, lookup)
+    seeds = _translated(plan.write_seed_slot_indices, lookup)
+    firsts = plan.write_offsets[:-1].clamp(max=own.shape[0] - 1)
+    seeds = torch.where(own[firsts] > 0, seeds, UNKNOWN)
+    return replace(plan, write_seed_slot_indices=seeds), own
+
+
+def _translated(slots: torch.Tensor, lookup: torch.Tensor) -> torch.Tensor:
+    own = lookup[slots.clamp(min=0)].long()
+    return torch.where((slots > 0) & (own > 0), own, UNKNOWN)
