@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +79,34 @@ def test_slots_that_travel_are_guarded_in_some_pools(
     assert [feature.coverage for feature in features_in_use(args)] == [coverage]
     pools = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "DSATokenToKVPool")
     assert {pool for pool in pools if unsupported_pool(args, pool)} == not_with
+
+
+HOOK_EVERYTHING = """
+from types import SimpleNamespace
+from sglang.srt.speculative import eagle_worker_common, ngram_worker
+from kvcanary_plugin.hooks.sglang import attach, features
+
+attach.features_in_use = lambda _: features.FEATURES
+print(attach._hook_features(SimpleNamespace()))
+for module in (eagle_worker_common, ngram_worker):
+    print(hasattr(module.move_accept_tokens_to_target_kvcache, "__wrapped__"))
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+print(hasattr(ScheduleBatch.process_prebuilt, "__wrapped__"))
+print(hasattr(L2TransferEngine.submit_device_to_host, "__wrapped__"))
+"""
+
+
+def test_the_engine_calls_what_the_features_hook():
+    """In a process of its own: SGLang's hooks cannot be taken off again."""
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HOOK_EVERYTHING],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout.split()
+    assert output == ["[]", "True", "True", "True", "True"]
 
 
 def test_each_feature_has_a_name_of_its_own_and_a_note():

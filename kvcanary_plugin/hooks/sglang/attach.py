@@ -291,7 +291,8 @@ def _hook_features(server_args: Any) -> list[str]:
     for target in targets:
         if target not in HookRegistry._patched:
             HookRegistry.register(target, *hooks[target])
-    HookRegistry.apply_hooks()
+    if targets:
+        HookRegistry.apply_hooks()
     return [target for target in targets if target not in HookRegistry._patched]
 
 
