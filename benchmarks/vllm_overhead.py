@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ class VLLMEngine:
     """``AsyncLLM`` as the benchmark needs it."""
 
     def __init__(self, *, config: Path, keywords: dict[str, Any]) -> None:
+        # As `vllm serve` does: CUDA cannot be used in a fork of a process that has asked torch for
+        # its GPUs, which the import of tvm_ffi does.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.plugins import load_general_plugins
