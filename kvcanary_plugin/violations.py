@@ -76,7 +76,8 @@ class Violation:
             ``expected_hash`` only where the launch had one.
         step: forward that saw it.
         request_uid, request_id: the request that was reading or writing.
-        writer_uid, writer_id, writer_step: the request that last wrote the slot, and when.
+        writer_uid, writer_id, writer_step: the request that last wrote the slot, and when; of a
+            write, None for the step: the forward has put its own mark there before it writes.
         batch_row: row in the batch.
         slot_state: lifecycle state, lower case.
         slot_before: the slot that a changed page-table row named before, of ``table_changed`` only.
@@ -125,6 +126,9 @@ class Violation:
         request_uid = _known(value[ViolationField.REQUEST_UID])
         writer_uid = _known(value[ViolationField.WRITER_UID])
         state = _known(value[ViolationField.SLOT_STATE])
+        writer_step = _known(value[ViolationField.WRITER_STEP])
+        if phase == "write" and writer_step == value[ViolationField.STEP]:
+            writer_step = None
         aux = value[ViolationField.EXPECTED_AUX]
         # Of a changed table row it is the slot that stood there before, in a write a position.
         aux_is_slot = bool(value[ViolationField.FAIL_REASON_BITS] & FailReason.TABLE_CHANGED)
@@ -145,7 +149,7 @@ class Violation:
             request_id=names.get(request_uid),
             writer_uid=writer_uid,
             writer_id=names.get(writer_uid),
-            writer_step=_known(value[ViolationField.WRITER_STEP]),
+            writer_step=writer_step,
             batch_row=_known(value[ViolationField.BATCH_ROW]),
             slot_state=None if state is None else _state_name(state & 0xFF),
             slot_before=_known(aux) if aux_is_slot else None,

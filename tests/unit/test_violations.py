@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcanary_plugin.checks import CHECKS
 from kvcanary_plugin.config import CanaryConfig, load_config
-from kvcanary_plugin.kernels.consts import FailReason, LaunchTag, SlotState
+from kvcanary_plugin.kernels.consts import FailReason, LaunchTag, SlotState, pack_kernel_kind
 from kvcanary_plugin.violations import (
     PHASES,
     RequestNames,
@@ -72,6 +72,15 @@ def test_row_is_decoded_field_by_field(ring_writer: Any, names: RequestNames) ->
         slot_before=None,
         sequence=1,
     )
+
+
+@pytest.mark.parametrize(("tag", "known"), [(LaunchTag.WRITE, None), (LaunchTag.VERIFY, 1043)])
+def test_a_write_does_not_take_its_own_mark_for_the_last_writers(
+    ring_writer: Any, names: RequestNames, tag: LaunchTag, known: int | None
+) -> None:
+    kind = pack_kernel_kind(tag, 0)
+    violation = decoded(ring_writer, names, kernel_kind=kind, step=1043, writer_step=1043)
+    assert (violation.writer_uid, violation.writer_step) == (6, known)
 
 
 def test_minus_one_means_unknown(ring_writer: Any, names: RequestNames) -> None:
