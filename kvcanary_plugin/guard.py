@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -134,6 +134,11 @@ class GroupGuard:
             LaunchTag.SCRUB, seal_mode, self.suspects
         )
         self.scrub_second_look = self._make_context(LaunchTag.SCRUB, seal_mode, sink)
+        # The same launch as the write, where a token need not follow the one before it.
+        self.tree_write = replace(
+            self._contexts[LaunchTag.WRITE],
+            enable_chain_position_assert=torch.zeros(1, dtype=torch.int32, device=device),
+        )
         # Records of adopted slots; their bytes are folded by a launch of its own, slot by slot.
         self.adopted_records = self._make_context(LaunchTag.ADOPT, RealKvHashMode.NONE, sink)
 
@@ -168,7 +173,7 @@ class GroupGuard:
 
     def pack_contexts(self) -> None:
         """Checks and packs every context now, so that no later launch copies anything."""
-        beside = (self.scrub_second_look, self.adopted_records)
+        beside = (self.scrub_second_look, self.tree_write, self.adopted_records)
         for context in (*self._contexts.values(), *beside):
             packed(context)
 

@@ -211,12 +211,19 @@ class CanaryMonitor:
             rows = self.guards[0].write_plan.write_offsets.shape[0]
             offsets = torch.arange(rows, device=path.device) * depth
             for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
-                before = export_records(guard, out_cache_loc[nodes])
+                # The folds of before the move tell whether it went right; like every second look,
+                # it is taken now and then. Else what has been moved is folded as it is.
+                before = (
+                    export_records(guard, out_cache_loc[nodes])
+                    if self.reverifier.is_sampled
+                    else None
+                )
                 front = out_cache_loc.view(requests, -1)[:, :depth].reshape(-1)
                 slots = torch.where(chosen, front, torch.full_like(front, UNKNOWN))
+                plan = replace(guard.write_plan, write_offsets=offsets)
                 launch_canary_write_kernel(
                     context=guard.context(LaunchTag.WRITE),
-                    plan=replace(guard.write_plan, write_offsets=offsets),
+                    plan=plan,
                     input_ids=step.input_ids[nodes],
                     positions=step.positions[nodes],
                     out_cache_loc=slots,
@@ -225,7 +232,15 @@ class CanaryMonitor:
                     expected_input_positions=None,
                     step=step.step,
                 )
-                take_folds_along(guard, slots, before)
+                if before is not None:
+                    take_folds_along(guard, slots, before)
+                else:
+                    launch_canary_seal_kernel(
+                        context=guard.context(LaunchTag.SEAL),
+                        plan=plan,
+                        out_cache_loc=slots,
+                        step=step.step,
+                    )
 
     def on_idle(self) -> None:
         """Called now and then by a thread of its own: an idle engine scrubs too."""
@@ -445,10 +460,9 @@ class CanaryMonitor:
         step: ForwardStep,
     ) -> None:
         tokens, positions = expected if expected is not None else (None, None)
-        if step.drafts_a_tree:
-            guard.chain_position_assert.zero_()
+        is_chain = not step.drafts_a_tree
         launch_canary_write_kernel(
-            context=guard.context(LaunchTag.WRITE),
+            context=guard.context(LaunchTag.WRITE) if is_chain else guard.tree_write,
             plan=guard.write_plan,
             input_ids=step.input_ids,
             positions=step.positions,
@@ -458,8 +472,6 @@ class CanaryMonitor:
             expected_input_positions=positions,
             step=step.step,
         )
-        if step.drafts_a_tree:
-            guard.chain_position_assert.fill_(1)
 
     def _seal(self, guard: GroupGuard, out_cache_loc: torch.Tensor, step: ForwardStep) -> None:
         launch_canary_seal_kernel(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.hooks.sglang.attach import Session
 from kvcanary_plugin.hooks.sglang.batch import BatchTranslator
 from kvcanary_plugin.monitor import CanaryMonitor
@@ -38,6 +39,7 @@ class Request:
     extra_key: str | None = None
     multimodal_inputs: Any = None
     to_finish: Any = None
+    shared: int = 0  # slots of the prefix that are not its own
 
     @property
     def kv(self) -> Any:
@@ -51,7 +53,9 @@ class Request:
 class Engine:
     """One engine rank: a pool, its allocator, a page table, a session."""
 
-    def __init__(self, *, swa: bool = False, **server_args: Any) -> None:
+    def __init__(
+        self, *, swa: bool = False, config: CanaryConfig | None = None, **server_args: Any
+    ) -> None:
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -94,7 +98,7 @@ class Engine:
             max_total_num_tokens=SIZE,
             tp_rank=0,
         )
-        self.session = Session(checking_everything(), self.runner)
+        self.session = Session(config or checking_everything(), self.runner)
         self._names = RequestNames()
         self._reader = RingReader(self.monitor.sink.ring)
 

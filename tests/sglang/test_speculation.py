@@ -6,6 +6,7 @@ of the tokens before, and three small kernels, which stand below in Python.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ import torch
 
 from kvcanary_plugin.hooks.sglang import attach
 from kvcanary_plugin.violations import Violation
-from tests.monitor.world import found
+from tests.monitor.world import checking_everything, found
 from tests.sglang.engine import Engine, Request
 
 NODES = 6
+SEEDS = int(os.environ.get("KVCANARY_SPECULATION_SEEDS", "1"))
 VOCABULARY = 50
 
 
@@ -209,8 +211,11 @@ def engines(sglang_session: None) -> Iterator[Any]:
 KINDS = {"ngram": "NGRAM", "chain": "EAGLE", "tree": "EAGLE"}
 
 
-def speculation(engines: Any, kind: str, *, swa: bool = False, seed: int = 0) -> Speculation:
-    engine = engines(swa=swa, speculative_algorithm=KINDS[kind])
+def speculation(
+    engines: Any, kind: str, *, swa: bool = False, seed: int = 0, looks_twice: float = 0
+) -> Speculation:
+    config = checking_everything(reverify={"sample": looks_twice})
+    engine = engines(swa=swa, config=config, speculative_algorithm=KINDS[kind])
     return Speculation(engine, kind, seed)
 
 
@@ -236,6 +241,42 @@ def test_accepting_and_rejecting_drafts_is_silent(engines: Any, kind: str, swa: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("swa", [False, True], ids=["mha", "swa"])
+def test_requests_that_come_share_and_go_are_silent(engines: Any, kind: str, swa: bool):
+    """Slots of rejected drafts, of prefixes and of requests that are gone take turns."""
+    for seed in range(SEEDS):
+        spec = speculation(engines, kind, swa=swa, seed=seed, looks_twice=0.5)
+        rng, engine = spec.rng, spec.engine
+        running: list[Request] = []
+        kept: list[Request] = []  # what the prefix cache would hold
+        for number in range(40):
+            if len(running) < (2 if swa else 3) and rng.random() < 0.5:
+                row = min({1, 2, 3} - {request.row for request in running})
+                request = Request(f"{number}", row, [rng.randrange(VOCABULARY) for _ in range(5)])
+                if kept and rng.random() < 0.6:
+                    shared = rng.choice(kept)
+                    request.tokens = [*shared.tokens[: len(shared.slots)], *request.tokens]
+                    engine.share(request, shared.slots)
+                assert engine.prefill(request, prefix=len(request.slots)) == []
+                request.shared = len(request.slots) - 5
+                request.tokens.append(next_token(request.tokens))
+                running.append(request)
+            if running:
+                assert spec.step(*running) == []
+            for request in [r for r in running if len(r.tokens) > 26 or rng.random() < 0.1]:
+                running.remove(request)
+                spec.finish(request)
+                own = torch.tensor(request.slots[request.shared :])
+                if not kept and not request.shared:
+                    kept.append(request)
+                elif own.numel():
+                    engine.allocator.free(own)
+            if kept and not any(r.shared for r in running) and rng.random() < 0.2:
+                engine.allocator.free(torch.tensor(kept.pop().slots))
+        assert spec.accepted > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_slot_of_an_accepted_draft_is_found(engines: Any, kind: str):
     spec = speculation(engines, kind)
     a = Request("a", 1, [1, 2, 3, 4, 5])
@@ -251,7 +292,7 @@ def test_a_damaged_slot_of_an_accepted_draft_is_found(engines: Any, kind: str):
 def test_accepted_drafts_that_are_not_moved_into_place_are_found(
     engines: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    spec = speculation(engines, kind)
+    spec = speculation(engines, kind, looks_twice=1)
     a = Request("a", 1, [1, 2, 3, 4, 5])
     spec.start(a)
     monkeypatch.setattr(type(spec.engine.pool), "_move_kv_cache_impl", lambda *_: None)
