@@ -185,7 +185,7 @@ def _follow_allocators_only_when(is_on: Callable[[], bool]) -> None:
 def device_bytes(canary: Any) -> dict[str, int]:
     """Device memory of all tensors that the canary's own objects hold, by class of the object."""
     device = canary.monitor.guards[0].group.device
-    storages: dict[int, tuple[str, int]] = {}
+    views: dict[tuple[int, int], tuple[str, int]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", canary)]
     while waiting:
@@ -195,8 +195,12 @@ def device_bytes(canary: Any) -> dict[str, int]:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             if thing.device.type == device.type:
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = holder, storage.nbytes()
+                # Not its whole storage: events are views of an allocator's list of free slots.
+                num_bytes = thing.numel() * thing.element_size()
+                views[thing.untyped_storage().data_ptr(), thing.storage_offset()] = (
+                    holder,
+                    num_bytes,
+                )
         elif isinstance(thing, dict):
             waiting += [(holder, item) for item in list(thing.values())]
         elif isinstance(thing, (list, tuple, set, deque)):
@@ -208,7 +212,7 @@ def device_bytes(canary: Any) -> dict[str, int]:
             names = [*getattr(type(thing), "__slots__", ()), *getattr(thing, "__dict__", ())]
             waiting += [(type(thing).__name__, getattr(thing, name, None)) for name in names]
     totals: dict[str, int] = {}
-    for holder, num_bytes in storages.values():
+    for holder, num_bytes in views.values():
         totals[holder] = totals.get(holder, 0) + num_bytes
     return totals
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from kvcanary_plugin import __version__
 from kvcanary_plugin.cache import KVCacheGroup
 from kvcanary_plugin.config import CanaryConfig, ConfigWatcher
@@ -76,15 +78,7 @@ class Canary:
         if unguarded and config.mode == "raise":
             text = "; ".join(f"group {group.name}: {group.reason}" for group in unguarded)
             raise UnsupportedEngineError(f"kvcanary: not guarded, and mode is raise: {text}")
-        backend = (
-            load_kernels(
-                groups[0].device,
-                build_cache=config.build.cache_directory,
-                prebuilt=config.build.prebuilt_directory,
-            )
-            if groups
-            else "none"
-        )
+        backend = _load_kernels(config, groups[0].device) if groups else "none"
         self.names = RequestNames()
         self.metrics = CanaryMetrics(
             engine=engine,
@@ -229,6 +223,14 @@ class Canary:
         logger.error("kvcanary: blind from now on: %s failed", where, exc_info=error)
         for guard in self.monitor.guards:
             self.metrics.group_state(guard.group.name, "blind")
+
+
+def _load_kernels(config: CanaryConfig, device: torch.device) -> str:
+    """The kernels for ``device``, and those for the host, which hash prefixes there."""
+    cache, prebuilt = config.build.cache_directory, config.build.prebuilt_directory
+    # Now: the first request with a cached prefix would wait for a compiler otherwise.
+    load_kernels("cpu", build_cache=cache, prebuilt=prebuilt)
+    return load_kernels(device, build_cache=cache, prebuilt=prebuilt)
 
 
 def _counters_of(monitor: CanaryMonitor) -> list[GroupCounters]:
