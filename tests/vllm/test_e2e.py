@@ -30,8 +30,10 @@ from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.server import ServerError
 from kvcanary_plugin.drill.soak import run_soak
 from kvcanary_plugin.drill.traffic import (
+    RequestError,
     TrafficSpec,
     fixed_prompts,
+    generate,
     generate_all,
     run_traffic,
 )
@@ -98,6 +100,26 @@ def assert_reported(result: DrillResult) -> None:
 
 
 # Ordered by server, which takes longer to start than its tests to run.
+
+
+def test_tenants_with_salts_of_their_own_share_nothing_and_alarm_nothing(
+    shared_server, directories
+):
+    server = shared_server(guarded("llama", directories))
+    prompt = tuple(range(10, 110))
+    cached = []
+    for salt in (None, "a", "b", "a"):
+        payload = VLLM.payload(prompt, 4, None) | ({"cache_salt": salt} if salt else {})
+        status, text = post(server.url, VLLM.generate_path, payload, timeout=60.0)
+        assert status == 200
+        cached.append(VLLM.completion(json.loads(text)).cached_tokens)
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] > 0
+    after = snapshot(server)
+    assert after.total(VIOLATIONS) == 0
+    assert after.total(FORWARDS) == after.total(FORWARDS, result="checked")
+
+
 @pytest.mark.parametrize(
     "name",
     ["llama", "gemma3", "mla", "pressure", "v2-gemma3", pytest.param("v2-llama", marks=SOAK)],
@@ -242,6 +264,20 @@ def test_what_a_connector_loads_is_adopted_and_guarded_from_then_on(
     assert_reported(result)
 
 
+def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(shared_server, tmp_path):
+    config = write_drill_config(tmp_path, mode="abort")
+    server = shared_server(replace(PRESETS["llama"], kvcanary_config=config))
+    prompts = fixed_prompts(2, seed=9)
+    Drill(server, tmp_path)._ask_for(FULL_CASES[1])
+    with pytest.raises(RequestError, match="status 500"):
+        generate(server.url, prompts[0], max_new_tokens=800, dialect=VLLM)
+    assert "its KV cache is corrupted" in server.log()
+    assert post(server.url, VLLM.flush_path, {}, timeout=30.0)[0] == 200
+    for prompt in prompts:
+        assert len(generate(server.url, prompt, max_new_tokens=8, dialect=VLLM).output) == 8
+    assert server.exit_status is None
+
+
 def test_two_api_servers_both_show_the_metrics_of_two_ranks(shared_server, directories):
     server = shared_server(guarded("two-by-two", directories))
     result = run_soak(server, forwards=20, seed=1)
@@ -255,6 +291,7 @@ def test_two_api_servers_both_show_the_metrics_of_two_ranks(shared_server, direc
     assert first == second > 0
 
 
+@SOAK
 def test_k_and_v_packed_for_amx_are_shown_as_not_guarded(shared_server, directories):
     import torch
 

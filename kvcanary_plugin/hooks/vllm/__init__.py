@@ -5,6 +5,6 @@ its ``/metrics`` the values that workers count; ``attach.py`` puts the canary ar
 a worker; ``pools.py`` says what memory is guarded, ``layouts.py`` which bytes a slot owns in it;
 ``requests.py`` knows who stands in a batch, ``media.py`` what stands behind placeholders;
 ``batch_v1.py`` and ``batch_v2.py`` translate the batches of the two model runners; ``transfers.py``
-adopts what KV connectors bring; ``features.py`` says what is covered; ``versions.py`` holds what
-differs between vLLM versions.
+adopts what KV connectors bring; ``aborts.py`` ends requests that were hit; ``features.py`` says
+what is covered; ``versions.py`` holds what differs between vLLM versions.
 """

@@ -17,7 +17,7 @@ import torch
 from kvcanary_plugin.canary import Canary, UnguardedGroup
 from kvcanary_plugin.config import CanaryConfig
 from kvcanary_plugin.forward import ForwardKind, ForwardStep
-from kvcanary_plugin.hooks.vllm import batch_v1, batch_v2, features, flag, versions
+from kvcanary_plugin.hooks.vllm import aborts, batch_v1, batch_v2, features, flag, versions
 from kvcanary_plugin.hooks.vllm.pools import GuardedCaches, guarded_caches
 from kvcanary_plugin.hooks.vllm.requests import CACHE_SALT, RequestBook
 from kvcanary_plugin.hooks.vllm.transfers import LoadedSlots
@@ -102,6 +102,10 @@ class Session:
     @contextmanager
     def _around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
         """The engine's forward with the canary's steps around it."""
+        hit = self.canary.requests_to_abort()
+        if hit:
+            names = (self.canary.names.get(uid) for uid in hit)
+            aborts.report(name for name in names if name is not None)
         with self.canary.around_forward(translate):
             yield
         self._loads.after_forward()

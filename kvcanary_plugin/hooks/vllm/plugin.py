@@ -17,9 +17,10 @@ from kvcanary_plugin.series_file import DIRECTORY_VARIABLE
 @functools.cache
 def register() -> None:
     """Patch the argument classes and the worker wrapper; calling it again is harmless."""
-    from kvcanary_plugin.hooks.vllm import attach, transfers
+    from kvcanary_plugin.hooks.vllm import aborts, attach, transfers
 
     flag.extend_engine_arguments()
+    aborts.extend_scheduler()
     attach.extend_scheduler_output()
     transfers.extend_scheduler_connector()
     attach.extend_worker()
