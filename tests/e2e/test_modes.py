@@ -1,0 +1,114 @@
+"""SGLang run in other ways than plain serving, as far as a CPU can: decode servers, beam search.
+
+A decode server without a prefill server takes the prompts of its requests for sent ("fake"
+transfers): what lies in their slots is adopted. SGLANG_TEST_RETRACT makes it take requests to the
+host and back all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill.drill import FULL_CASES, GUARD_CASES, Drill, write_drill_config
+from kvcanary_plugin.drill.server import PRESETS, SGLangServer
+from kvcanary_plugin.metrics import FORWARDS, GROUP_STATE, INTERNAL_ERRORS, VIOLATIONS
+from tests.e2e.test_guard import assert_reported, snapshot
+
+pytestmark = pytest.mark.e2e
+
+DECODE_SERVER = (
+    *("--disaggregation-mode", "decode"),
+    *("--disaggregation-transfer-backend", "fake"),
+    *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+)
+NOBODYS_PREFILL_SERVER = "2.2.2.2"
+NEW_TOKENS = 24
+
+
+def ask(server: SGLangServer, prompt: list[int], **how: Any) -> Mapping[str, Any]:
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    sampling |= how.pop("sampling_params", {})
+    body = {"input_ids": prompt, "sampling_params": sampling, **how}
+    status, text = http_client.post(server.url, "/generate", body, timeout=60.0)
+    assert status == 200, text
+    answer: Mapping[str, Any] = json.loads(text)
+    return answer
+
+
+def prompts(seed: int, count: int = 24) -> list[list[int]]:
+    """Half of them begin alike."""
+    rng = random.Random(seed)
+    return [
+        [*(range(10, 40) if index % 2 else ()), *rng.choices(range(3, 90), k=rng.randint(5, 60))]
+        for index in range(count)
+    ]
+
+
+def receive(server: SGLangServer, seed: int) -> int:
+    """Requests whose prompts were "sent"; how often one of them was taken to the host."""
+
+    def one(numbered: tuple[int, list[int]]) -> int:
+        room, prompt = numbered
+        sent = {"bootstrap_host": NOBODYS_PREFILL_SERVER, "bootstrap_room": 1000 * seed + room}
+        return int(ask(server, prompt, **sent)["meta_info"]["num_retractions"])
+
+    with ThreadPoolExecutor(4) as pool:
+        return sum(pool.map(one, enumerate(prompts(seed))))
+
+
+class DrillOnADecodeServer(Drill):
+    """The drill with requests that a decode server takes."""
+
+    def _traffic(self, seed: int) -> None:
+        receive(self._server, seed)
+
+
+@pytest.mark.parametrize("preset", ["llama", "swa"])
+def test_a_decode_server_that_retracts_is_silent_and_reports_faults(preset, own_server, tmp_path):
+    spec = replace(
+        PRESETS[preset],
+        flags=DECODE_SERVER,
+        env=(("SGLANG_TEST_RETRACT", "true"),),
+        kvcanary_config=write_drill_config(tmp_path),
+    )
+    server = own_server(spec)
+
+    assert receive(server, seed=1) > 10
+
+    now = snapshot(server)
+    assert now.total(GROUP_STATE, group="full", state="guarded") == 1
+    assert now.total(FORWARDS, kind="decode", result="checked") > 100
+    assert now.total(VIOLATIONS) == 0
+    assert now.total(INTERNAL_ERRORS) == 0
+
+    cases = [
+        case for case in (*FULL_CASES, *GUARD_CASES) if case.fault in ("flip_kv", "swap_table")
+    ]
+    for result in DrillOnADecodeServer(server, tmp_path).run(cases):
+        assert_reported(result)
+
+
+def test_beam_searches_beside_other_requests_are_silent(own_server, tmp_path):
+    server = own_server(replace(PRESETS["llama"], kvcanary_config=write_drill_config(tmp_path)))
+
+    def one(numbered: tuple[int, list[int]]) -> None:
+        index, prompt = numbered
+        beams = {"sampling_params": {"beam_width": 3, "n": 2}} if index % 3 == 0 else {}
+        ask(server, prompt, **beams, **({"extra_key": "tenant"} if index % 2 else {}))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, enumerate(prompts(seed=2, count=36))))
+
+    now = snapshot(server)
+    # Where beams take part, the oracle of tokens stands aside.
+    assert now.total(FORWARDS, kind="decode", result="partial") > 50
+    assert now.total(VIOLATIONS) == 0
+    assert now.total(INTERNAL_ERRORS) == 0
