@@ -102,13 +102,19 @@ class Session:
     @contextmanager
     def _around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
         """The engine's forward with the canary's steps around it."""
-        hit = self.canary.requests_to_abort()
-        if hit:
-            names = (self.canary.names.get(uid) for uid in hit)
-            aborts.report(name for name in names if name is not None)
+        self._report_requests_that_were_hit()
         with self.canary.around_forward(translate):
             yield
         self._loads.after_forward()
+
+    def _report_requests_that_were_hit(self) -> None:
+        """Mode abort: the scheduler's process ends them."""
+        hit = self.canary.requests_to_abort()
+        monitor = self.canary.monitor
+        if hit and monitor is not None:
+            with monitor.guard_errors("hook"):
+                names = (self.canary.names.get(uid) for uid in hit)
+                aborts.report(name for name in names if name is not None)
 
     def _noting_loads(self, step: ForwardStep) -> ForwardStep:
         if step.kind is not ForwardKind.DUMMY:
