@@ -36,6 +36,7 @@ class SlotEvents:
         self._lock = threading.Lock()
         self._queued: list[SlotEvent] = []
         self._in_flight: deque[Sequence[SlotEvent]] = deque(maxlen=_KEPT_BATCHES)
+        self._is_on = True
 
     def alloc(self, slots: torch.Tensor) -> None:
         """``slots`` (int32 | int64 [n]) were handed out."""
@@ -56,7 +57,13 @@ class SlotEvents:
     def reset(self) -> None:
         """Every slot was given back at once; what is queued before it has no effect any more."""
         with self._lock:
-            self._queued = [SlotEvent(kind=EventKind.RESET)]
+            self._queued = [SlotEvent(kind=EventKind.RESET)] if self._is_on else []
+
+    def stop(self) -> None:
+        """Nobody will take events any more: keep none, and forget what is queued."""
+        with self._lock:
+            self._is_on = False
+            self._queued = []
 
     def own_queued(self) -> None:
         """Copy the tensors of what is queued: somebody is about to change the engine's own."""
@@ -76,4 +83,5 @@ class SlotEvents:
 
     def _queue(self, event: SlotEvent) -> None:
         with self._lock:
-            self._queued.append(event)
+            if self._is_on:
+                self._queued.append(event)

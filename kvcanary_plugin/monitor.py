@@ -650,6 +650,8 @@ class CanaryMonitor:
             self._result = ForwardResult.ERROR
             if self.blind_because is None:
                 self.blind_because = f"{where}: {type(error).__name__}: {error}"
+                for guard in self.guards:
+                    guard.events.stop()
                 self._on_error(where, error)
             if self._config.mode == "raise":
                 raise

@@ -257,6 +257,17 @@ def test_a_blind_canary_counts_forwards_as_unchecked_and_never_alarms():
     assert world.monitor.forward_counts[ForwardKind.DECODE, ForwardResult.UNCHECKED] == 1
 
 
+def test_a_blind_canary_keeps_nothing_of_what_the_allocator_does():
+    world = World()
+    events = world.monitor.guards[0].events
+    events.alloc(torch.tensor([3]))
+    with world.monitor.guard_errors("hook"):
+        raise RuntimeError("boom")
+    events.alloc(torch.tensor([4]))
+    events.reset()
+    assert events.take() == []
+
+
 def test_more_requests_than_the_plan_holds_is_an_error_that_says_so():
     world = World(rows=2)
     parts = [Part(uid=n, row=1, tokens=[1], slots=[n]) for n in range(1, 4)]

@@ -38,7 +38,15 @@ def test_a_plain_server_uses_none_of_them():
         },
         {"enable_hisparse": True},
         {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+        {
+            "enable_hierarchical_cache": True,
+            "disaggregation_mode": "decode",
+            "disaggregation_decode_host_receive_threshold": 0.5,
+        },
         {"enable_lmcache": True},
+        {"enable_flexkv": True},
+        {"enable_unified_cache_external_linker": True},
+        {"radix_cache_backend": "flexkv"},
         {"dllm_algorithm": "LowConfidence"},
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvcanary_plugin.carried import ExternalSlots
-from kvcanary_plugin.hooks.sglang import attach
+from kvcanary_plugin.hooks.sglang import attach, host_tier
 from kvcanary_plugin.kernels import SlotState
 from tests.monitor.world import found
 from tests.sglang.engine import SIZE, WINDOW, Engine, Request
@@ -266,6 +266,33 @@ def test_what_has_not_arrived_is_not_scrubbed(engine: Engine, tier: Tier):
     engine.prefill(request, prefix=len(PROMPT))
     words = engine.monitor.guards[0].slots.state[torch.tensor(request.slots[: len(PROMPT)])]
     assert set((words & 0xFF).tolist()) == {int(SlotState.WRITTEN)}
+
+
+@pytest.mark.parametrize("call", ["back up", "submit", "load"])
+def test_an_error_of_the_canary_does_not_reach_the_engine(
+    engine: Engine, tier: Tier, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for records")
+
+    host = evicted(engine, tier)
+    if call == "back up":
+        monkeypatch.setattr(host_tier.HostRecords, "put", fails)
+        tier.back_up(engine.table[2, :4].tolist())
+        request = Request("c", 3, [1])
+    else:
+        owner, name = {
+            "submit": (host_tier.TierPart, "_indices"),
+            "load": (host_tier.HostRecords, "take"),
+        }[call]
+        monkeypatch.setattr(owner, name, fails)
+        request, _ = load_back(engine, tier, host)
+    engine.give_slots(request, 1)
+    ran: list[bool] = []
+    engine.session.forward(lambda: ran.append(True), engine.decode_batch(request))
+    assert ran == [True]
+    assert "no room for records" in str(engine.monitor.blind_because)
+    assert engine.violations() == []
 
 
 # --- a pool for full attention and one for the window ---------------------------------------------

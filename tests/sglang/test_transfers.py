@@ -15,6 +15,7 @@ from kvcanary_plugin.hooks.sglang import attach
 from kvcanary_plugin.kernels import SlotState
 from tests.monitor.world import found
 from tests.sglang.engine import WINDOW, Engine, Request
+from tests.sglang.test_host_tier import Tier
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -119,6 +120,43 @@ def test_the_next_request_in_the_same_row_is_silent(
     b = SentRequest("b", 1, [*reversed(PROMPT), 44])
     attach.before_prebuilt(received(engine, b, monkeypatch=monkeypatch))
     assert decode(engine, b) == []
+
+
+def test_a_prefix_that_has_just_been_loaded_from_the_host_is_continued(
+    sglang_session: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The decode server was idle: no forward between the load and the request that uses it."""
+    engine = Engine(disaggregation_mode="decode", enable_hierarchical_cache=True)
+    tier = Tier(engine, monkeypatch)
+    a = SentRequest("a", 1, [*PROMPT, 1])
+    attach.before_prebuilt(received(engine, a, monkeypatch=monkeypatch))
+    assert decode(engine, a) == []
+    host = tier.back_up(a.slots[: len(PROMPT)])
+    engine.allocator.free(torch.tensor(a.slots, dtype=torch.int64))
+    assert engine.prefill(Request("c", 3, list(range(40, 60)))) == []
+
+    loaded = engine.allocator.alloc(len(PROMPT)).tolist()
+    tier.load(host, loaded)
+    b = SentRequest("b", 2, [*PROMPT, 30, 31, 2], prefix_len=len(PROMPT))
+    engine.share(b, loaded)
+    attach.before_prebuilt(received(engine, b, monkeypatch=monkeypatch))
+    assert decode(engine, b) == []
+    engine.close()
+
+
+def test_a_row_whose_prompt_is_all_in_the_cache_forgets_its_last_tenant(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    a = SentRequest("a", 1, [*PROMPT, 1])
+    attach.before_prebuilt(received(engine, a, monkeypatch=monkeypatch))
+    assert decode(engine, a) == []
+    b = SentRequest("b", 2, [20, 21, 22, 2])
+    attach.before_prebuilt(received(engine, b, monkeypatch=monkeypatch))
+    assert decode(engine, a, b) == []
+    c = SentRequest("c", 2, [*PROMPT, 7], prefix_len=len(PROMPT))
+    engine.share(c, a.slots[: len(PROMPT)])
+    attach.before_prebuilt(received(engine, c, monkeypatch=monkeypatch))
+    assert decode(engine, c) == []
 
 
 def test_another_first_token_than_the_one_that_was_sent_is_found(

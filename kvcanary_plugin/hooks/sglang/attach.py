@@ -80,8 +80,7 @@ class Session:
         if self._translator is None:
             return run()
         self._end_requests_that_were_hit()
-        if self._host_tier is not None and self._host_tier.has_loads:
-            self._host_tier.before_forward()
+        self._put_back_loads()
         with self._canary.around_forward(lambda: self._translate(forward_batch)):
             return run()
 
@@ -114,6 +113,7 @@ class Session:
         monitor = self._canary.monitor
         if monitor is None or self._translator is None or monitor.blind_because is not None:
             return
+        self._put_back_loads()  # what is adopted may continue them
         with monitor.guard_errors("hook"):
             transfers.adopt_prebuilt(monitor, self._translator, schedule_batch)
 
@@ -148,6 +148,11 @@ class Session:
                 request.to_finish = FINISH_ABORT(
                     "kvcanary: the KV cache of this request is corrupted; send it again", 500
                 )
+
+    def _put_back_loads(self) -> None:
+        """Before slots are looked at or written: what the host has sent has its records again."""
+        if self._host_tier is not None and self._host_tier.has_loads:
+            self._host_tier.before_forward()
 
     def _count_flushes(self, allocator: Any) -> None:
         clear = allocator.clear
@@ -241,18 +246,18 @@ def around_move_drafts(
     batch: Any,
     accept_index: torch.Tensor,
     num_correct_drafts: torch.Tensor,
-    allocator: Any,
+    token_to_kv_pool_allocator: Any,
 ) -> Any:
-    """AROUND ``move_accept_tokens_to_target_kvcache``."""
+    """AROUND ``move_accept_tokens_to_target_kvcache``; the engine's names of its arguments."""
 
     def move() -> Any:
-        return original(batch, accept_index, num_correct_drafts, allocator)
+        return original(batch, accept_index, num_correct_drafts, token_to_kv_pool_allocator)
 
-    session: Session | None = getattr(allocator, _ATTRIBUTE, None)
+    session: Session | None = getattr(token_to_kv_pool_allocator, _ATTRIBUTE, None)
     return move() if session is None else session.keep_drafts(move, accept_index)
 
 
-def before_prebuilt(batch: Any, *_args: Any) -> None:
+def before_prebuilt(batch: Any, *_args: Any, **_kwargs: Any) -> None:
     """BEFORE ``process_prebuilt``: the prompts of ``batch`` were computed by another server."""
     session: Session | None = getattr(batch.token_to_kv_pool_allocator, _ATTRIBUTE, None)
     if session is not None:

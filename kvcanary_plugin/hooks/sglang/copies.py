@@ -98,10 +98,13 @@ class PoolCopies:
         if with_records is None:
             return copy
         result = with_records(copy)
-        result.carried = tuple(
-            self._monitor.export_slots(guard.index, _own(guard, indices))
-            for guard in self._monitor.guards
-        )
+        result.carried = ()
+        if self._monitor.blind_because is None:
+            with self._monitor.guard_errors("lifecycle"):
+                result.carried = tuple(
+                    self._monitor.export_slots(guard.index, _own(guard, indices))
+                    for guard in self._monitor.guards
+                )
         return result
 
     def around_load(
@@ -114,6 +117,8 @@ class PoolCopies:
     ) -> Any:
         """AROUND ``load_cpu_copy``: what left comes back, into slots ``indices``."""
         monitor = self._monitor
+        if monitor.blind_because is not None:
+            return original(copy, indices, *args, **kwargs)
         with monitor.engine_works():
             result = original(copy, indices, *args, **kwargs)
             with monitor.guard_errors("lifecycle"):

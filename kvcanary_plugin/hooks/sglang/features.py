@@ -80,6 +80,13 @@ def _drafts_trees_in_several_layers(server_args: Any) -> bool:
     return bool(getattr(server_args, "enable_multi_layer_eagle", False)) and topk > 1
 
 
+def _receives_on_a_shared_host(server_args: Any) -> bool:
+    threshold = getattr(server_args, "disaggregation_decode_host_receive_threshold", None)
+    return bool(getattr(server_args, "enable_hierarchical_cache", False)) and (
+        threshold is not None and threshold < 1
+    )
+
+
 def _disaggregates(mode: str) -> Callable[[Any], bool]:
     return lambda server_args: getattr(server_args, "disaggregation_mode", None) == mode
 
@@ -133,6 +140,12 @@ FEATURES: tuple[Feature, ...] = (
         "what storage brings back comes without records",
     ),
     Feature(
+        "hierarchical cache of a decode server that receives on the host",
+        _receives_on_a_shared_host,
+        Coverage.UNSUPPORTED,
+        "what is received there comes without records, into slots that had others",
+    ),
+    Feature(
         "prefill/decode disaggregation, prefill server",
         _disaggregates("prefill"),
         Coverage.COVERED,
@@ -169,6 +182,24 @@ FEATURES: tuple[Feature, ...] = (
         _has("enable_lmcache"),
         Coverage.UNSUPPORTED,
         "its connector writes slots where this hook does not look",
+    ),
+    Feature(
+        "FlexKV",
+        _has("enable_flexkv"),
+        Coverage.UNSUPPORTED,
+        "its connector writes slots where this hook does not look",
+    ),
+    Feature(
+        "external linker of the cache",
+        _has("enable_unified_cache_external_linker"),
+        Coverage.UNSUPPORTED,
+        "its connector writes slots where this hook does not look",
+    ),
+    Feature(
+        "a radix cache of another package",
+        _has("radix_cache_backend"),
+        Coverage.UNSUPPORTED,
+        "how it fills slots is not known to the hook",
     ),
     Feature(
         "diffusion models",

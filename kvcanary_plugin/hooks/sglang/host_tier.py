@@ -60,8 +60,7 @@ class HostRecords:
 class _Load:
     """A transfer back to the device that has been submitted."""
 
-    host_records: HostRecords
-    host_slots: torch.Tensor
+    carried: CarriedRecords
     slots: torch.Tensor
     finished: Any  # the engine's event
 
@@ -103,28 +102,33 @@ class TierPart:
     def before_backup(self, transfer: Any, stream: Any) -> None:
         """BEFORE the bytes of a transfer leave for the host on ``stream``, whose work so far is
         done before they are read: their records leave with them."""
-        host_records = self._records_of(transfer.host_pool)
-        host_slots, slots = self._indices(transfer)
-        with self._after_the_engine(stream):
-            carried = self._monitor.export_slots(self._index, slots)
-            if carried is not None:
-                host_records.put(host_slots, carried)
-        self._kept.append((host_slots, slots, carried))
+        if self._monitor.blind_because is not None:
+            return
+        with self._monitor.guard_errors("hook"):
+            host_records = self._records_of(transfer.host_pool)
+            host_slots, slots = self._indices(transfer)
+            with self._after_the_engine(stream):
+                carried = self._monitor.export_slots(self._index, slots)
+                if carried is not None:
+                    host_records.put(host_slots, carried)
+            self._kept.append((host_slots, slots, carried))
 
     def after_load(self, transfer: Any, finished: Any) -> None:
         """AFTER a transfer back to the device was submitted; ``finished`` is its last event."""
-        host_slots, slots = self._indices(transfer)
-        self._submitted.append(
-            _Load(self._records_of(transfer.host_pool), host_slots, slots, finished)
-        )
-        self._tier.has_loads = True
+        if self._monitor.blind_because is not None:
+            return
+        with self._monitor.guard_errors("hook"):
+            host_slots, slots = self._indices(transfer)
+            # Now: the host slots may be others' by the next forward.
+            carried = self._records_of(transfer.host_pool).take(host_slots)
+            self._submitted.append(_Load(carried, slots, finished))
+            self._kept.append(host_slots)
+            self._tier.has_loads = True
 
     def before_forward(self) -> bool:
         """Puts back what was submitted, compares what has arrived; whether more is on its way."""
         for load in self._submitted:
-            in_flight = self._monitor.import_in_flight(
-                self._index, load.slots, load.host_records.take(load.host_slots)
-            )
+            in_flight = self._monitor.import_in_flight(self._index, load.slots, load.carried)
             if in_flight is not None:
                 self._arriving.append((load, in_flight))
         self._submitted = []

@@ -23,9 +23,10 @@ def adopt_prebuilt(monitor: CanaryMonitor, translator: BatchTranslator, batch: A
     """
     prefix = np.array(batch.prefix_lens, dtype=np.int64)
     extend = np.array(batch.extend_lens, dtype=np.int64)
+    translator.requests_arrive()
+    monitor.learn_prompts(translator.prompts_of(batch.reqs))
     if not extend.sum():
         return
-    translator.requests_arrive()
     spans = list(zip(batch.reqs, prefix.tolist(), extend.tolist(), strict=True))
     tokens = [
         np.frombuffer(own_tokens(request)[start : start + count], dtype=np.int64)
@@ -59,7 +60,6 @@ def adopt_prebuilt(monitor: CanaryMonitor, translator: BatchTranslator, batch: A
         seeds = torch.where(starts > 0, before.long(), UNKNOWN)
         plan = replace(plan, write_seed_slot_indices=seeds)
     slots = batch.out_cache_loc.long()
-    monitor.learn_prompts(translator.prompts_of(batch.reqs))
     for guard in monitor.guards:
         own_plan, own_slots = plan, slots
         if guard.group.full_to_swa is not None:
