@@ -1,4 +1,4 @@
-"""SGLang run in other ways than plain serving, as far as a CPU can: decode servers, beam search.
+"""SGLang run in other ways than plain serving, as far as a CPU can.
 
 A decode server without a prefill server takes the prompts of its requests for sent ("fake"
 transfers): what lies in their slots is adopted. SGLANG_TEST_RETRACT makes it take requests to the
@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,17 @@ DECODE_SERVER = (
     *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
 )
 NOBODYS_PREFILL_SERVER = "2.2.2.2"
+N_GRAM = (
+    *("--speculative-algorithm", "NGRAM"),
+    *("--speculative-num-draft-tokens", "6"),
+)
+N_GRAM_ON_A_CPU = (
+    ("SGLANG_EXTERNAL_MODEL_PACKAGE", "ngram_on_cpu"),
+    ("PYTHONPATH", str(Path(__file__).parent)),
+    ("SGLANG_NATIVE_MOVE_KV_CACHE", "1"),
+)
 NEW_TOKENS = 24
+SOME_FAULTS = ("flip_kv", "swap_table")
 
 
 def ask(server: SGLangServer, prompt: list[int], **how: Any) -> Mapping[str, Any]:
@@ -89,10 +100,34 @@ def test_a_decode_server_that_retracts_is_silent_and_reports_faults(preset, own_
     assert now.total(VIOLATIONS) == 0
     assert now.total(INTERNAL_ERRORS) == 0
 
-    cases = [
-        case for case in (*FULL_CASES, *GUARD_CASES) if case.fault in ("flip_kv", "swap_table")
-    ]
+    cases = [case for case in (*FULL_CASES, *GUARD_CASES) if case.fault in SOME_FAULTS]
     for result in DrillOnADecodeServer(server, tmp_path).run(cases):
+        assert_reported(result)
+
+
+@pytest.mark.parametrize("preset", ["llama", "swa"])
+def test_n_gram_drafts_are_silent_and_faults_are_reported(preset, own_server, tmp_path):
+    spec = replace(
+        PRESETS[preset],
+        flags=N_GRAM,
+        env=N_GRAM_ON_A_CPU,
+        kvcanary_config=write_drill_config(tmp_path),
+    )
+    server = own_server(spec)
+
+    # A small model repeats itself, which is what n-grams live on.
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: ask(server, prompt), prompts(seed=3, count=32)))
+
+    now = snapshot(server)
+    assert now.total(FORWARDS, kind="verify") > 50
+    drafted = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    assert drafted < len(answers) * NEW_TOKENS, "not one draft was accepted"
+    assert now.total(VIOLATIONS) == 0
+    assert now.total(INTERNAL_ERRORS) == 0
+
+    cases = [case for case in (*FULL_CASES, *GUARD_CASES) if case.fault in SOME_FAULTS]
+    for result in Drill(server, tmp_path).run(cases):
         assert_reported(result)
 
 
