@@ -23,6 +23,10 @@ _QUERY_GAIN: Final = 3.0
 _EMBEDDING_SIZE: Final = 0.3
 # Small beside what it is added to, which it would drown otherwise.
 _BIAS_SIZE: Final = 0.1
+# What an adapter changes, and by how much: enough for other outputs.
+_ADAPTED: Final = ("q_proj", "v_proj")
+_ADAPTER_RANK: Final = 8
+_ADAPTER_SIZE: Final = 0.2
 
 Shape = tuple[int, ...]
 
@@ -36,6 +40,32 @@ def write_model(source: Path, directory: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     tensors = {name: _values(name, shape, config) for name, shape in _shapes(config).items()}
     _write_safetensors(directory / "model.safetensors", tensors)
+
+
+def write_adapter(source: Path, directory: Path, seed: int) -> Path:
+    """Make ``directory`` a LoRA adapter for the model in ``source``, and return it."""
+    config = json.loads((source / "config.json").read_text())
+    shapes = _attention_shapes(config)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for number in range(config["num_hidden_layers"]):
+        for name in _ADAPTED:
+            rows, columns = shapes[f"{name}.weight"]
+            prefix = f"base_model.model.model.layers.{number}.self_attn.{name}"
+            for part, shape in (("A", (_ADAPTER_RANK, columns)), ("B", (rows, _ADAPTER_RANK))):
+                values = rng.standard_normal(shape, np.float32) * np.float32(_ADAPTER_SIZE)
+                tensors[f"{prefix}.lora_{part}.weight"] = values
+    adapter = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": _ADAPTER_RANK,
+        "lora_alpha": 2 * _ADAPTER_RANK,
+        "target_modules": list(_ADAPTED),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(adapter))
+    _write_safetensors(directory / "adapter_model.safetensors", tensors)
+    return directory
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -27,7 +27,7 @@ from kvcanary_plugin.drill.drill import (
 )
 from kvcanary_plugin.drill.http_client import post
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
-from kvcanary_plugin.drill.server import ServerError
+from kvcanary_plugin.drill.server import MODELS_DIRECTORY, ServerError
 from kvcanary_plugin.drill.soak import run_soak
 from kvcanary_plugin.drill.traffic import (
     RequestError,
@@ -38,6 +38,7 @@ from kvcanary_plugin.drill.traffic import (
     run_traffic,
 )
 from kvcanary_plugin.drill.vllm_server import PRESETS, VLLMServer, VLLMServerSpec
+from kvcanary_plugin.drill.weights import write_adapter, write_model
 from kvcanary_plugin.metrics import (
     EXTERNAL_SLOTS,
     FORWARDS,
@@ -278,8 +279,21 @@ def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(shared
     assert server.exit_status is None
 
 
-def test_two_api_servers_both_show_the_metrics_of_two_ranks(shared_server, directories):
-    server = shared_server(guarded("two-by-two", directories))
+@pytest.fixture(scope="session")
+def two_by_two(directories: Directories) -> VLLMServerSpec:
+    """Two API servers, two tensor-parallel ranks, two adapters."""
+    spec = guarded("two-by-two", directories)
+    model = MODELS_DIRECTORY / spec.model
+    adapters = [
+        f"{name}={write_adapter(model, directories(f'adapter-{name}'), seed)}"
+        for seed, name in enumerate(("x", "y"))
+    ]
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules")
+    return replace(spec, flags=(*spec.flags, *lora, *adapters))
+
+
+def test_two_api_servers_both_show_the_metrics_of_two_ranks(shared_server, two_by_two):
+    server = shared_server(two_by_two)
     result = run_soak(server, forwards=20, seed=1)
     assert result.passed, result.as_text()
     # Which of the two answers is up to the kernel.
@@ -289,6 +303,26 @@ def test_two_api_servers_both_show_the_metrics_of_two_ranks(shared_server, direc
     }
     ((first, second),) = seen
     assert first == second > 0
+
+
+def test_adapters_share_nothing_and_alarm_nothing(shared_server, two_by_two):
+    server = shared_server(two_by_two)
+    before = snapshot(server)
+    outputs, cached = [], []
+    for model in ("tiny", "x", "y", "x"):
+        payload = VLLM.payload(tuple(range(300, 400)), 6, None) | {"model": model}
+        status, text = post(server.url, VLLM.generate_path, payload, timeout=60.0)
+        assert status == 200, text
+        completion = VLLM.completion(json.loads(text))
+        outputs.append(completion.output)
+        cached.append(completion.cached_tokens)
+    assert len(set(outputs)) == 3
+    assert outputs[1] == outputs[3]
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] > 0
+    after = snapshot(server)
+    assert after.total(VIOLATIONS) == before.total(VIOLATIONS)
+    assert after.total(FORWARDS) == after.total(FORWARDS, result="checked")
 
 
 @SOAK
@@ -318,9 +352,6 @@ def test_a_broken_config_stops_the_server_before_it_loads_a_model(tmp_path):
 
 
 def test_llm_takes_the_settings_as_a_keyword(directories, tmp_path):
-    from kvcanary_plugin.drill.server import MODELS_DIRECTORY
-    from kvcanary_plugin.drill.weights import write_model
-
     write_model(MODELS_DIRECTORY / "vllm-llama", tmp_path)
     config = write_drill_config(directories("offline"))
     script = f"""
