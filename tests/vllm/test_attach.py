@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,9 @@ class Monitor:
 
     def guard_errors(self, _where: str) -> Any:
         return nullcontext()
+
+    def forget_everything(self) -> None:
+        self.told.append("everything")
 
     def forget_slots(self, index: int, slots: torch.Tensor) -> None:
         self.told.append(("forget", index, slots.tolist()))
@@ -75,3 +79,38 @@ def test_records_that_groups_share_are_changed_once_and_others_by_their_own_numb
 
 def test_a_version_without_either_changes_nothing():
     assert told_of((2,)) == ["requests", "loads"]
+
+
+def test_records_go_before_the_memory_of_the_cache_does():
+    told: list[Any] = []
+    session: Any = object.__new__(Session)
+    session.canary = SimpleNamespace(monitor=Monitor(told))
+    session._around_sleep(lambda level: told.append(("sleep", level)), level=1)
+    session._around_discard(lambda tags: told.append(tags), ("weights",))
+    session._around_discard(lambda tags: told.append(tags), tags=("kv_cache",))
+    assert told == ["everything", ("sleep", 1), ("weights",), "everything", ("kv_cache",)]
+
+
+def test_an_error_behind_a_forward_does_not_reach_the_engine():
+    caught: list[BaseException] = []
+
+    @contextmanager
+    def guard_errors(_where: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            caught.append(error)
+
+    def fails() -> None:
+        raise RuntimeError("no room")
+
+    session: Any = object.__new__(Session)
+    session.canary = SimpleNamespace(
+        monitor=SimpleNamespace(guard_errors=guard_errors),
+        around_forward=lambda _translate: nullcontext(),
+        requests_to_abort=lambda: (),
+    )
+    session._loads = SimpleNamespace(after_forward=fails)
+    with session._around_forward(lambda: None):
+        pass
+    assert [str(error) for error in caught] == ["no room"]

@@ -18,6 +18,7 @@ from kvcanary_plugin.hooks.vllm.transfers import (
     Load,
     LoadedSlots,
     ScheduledLoads,
+    UnknownLoadsError,
     slots_of_load,
 )
 from kvcanary_plugin.kernels import SlotState
@@ -113,6 +114,28 @@ def test_a_request_without_a_load_and_one_whose_load_is_done_are_not_noted():
     connector.build_connector_meta(output)
     assert connector.told == [("a", 0)]
     assert not hasattr(output, LOADS)
+
+
+def test_a_load_that_cannot_be_noted_blinds_the_workers_and_not_the_engine():
+    connector = Connector(external=4)
+    ScheduledLoads(connector, rewrites_cached_tokens=False)
+    request = a_request()
+    del request.all_token_ids
+    connector.get_num_new_matched_tokens(request, 4)
+    connector.update_state_after_alloc(request, BLOCKS, 4)
+    output = SimpleNamespace(finished_req_ids=set())
+    assert connector.build_connector_meta(output) == "meta"
+    with pytest.raises(UnknownLoadsError, match="all_token_ids"):
+        Worker().loads.scheduled(output)
+
+
+@pytest.mark.parametrize("name", ["ExampleConnector", "LMCacheConnectorV1", "OffloadingConnector"])
+def test_connectors_that_load_what_is_cached_here_as_well_are_known(name):
+    connector = type(name, (), {})()
+    rewrites = name != "OffloadingConnector"
+    assert features.rewrites_cached_tokens(connector) == rewrites
+    several = SimpleNamespace(_connectors=[type("NixlConnector", (), {})(), connector])
+    assert features.rewrites_cached_tokens(several) == rewrites
 
 
 class Worker:

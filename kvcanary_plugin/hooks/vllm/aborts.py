@@ -67,8 +67,11 @@ def extend_scheduler() -> None:
     @functools.wraps(original)
     def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        for request_id in reported.take():
-            _end(self, request_id, outputs)
+        try:
+            for request_id in reported.take():
+                _end(self, request_id, outputs)
+        except Exception:  # of ours: the engine goes on, the violation was reported anyway
+            logger.exception("kvcanary: requests with a corrupted KV cache were not ended")
         return outputs
 
     Scheduler.update_from_output = update_from_output

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE = "vllm"
 _ATTRIBUTE = "_kvcanary_session"
+_KV_CACHE = "kv_cache"
 
 
 class Session:
@@ -57,6 +58,8 @@ class Session:
             for name in ("sleep", "wake_up"):
                 if hasattr(worker, name):
                     _wrap(worker, name, self._around_sleep)
+            if hasattr(worker, "discard"):
+                _wrap(worker, "discard", self._around_discard)
 
     def _hook_runner(self) -> None:
         runner = self._runner
@@ -99,13 +102,24 @@ class Session:
         self.canary.monitor.forget_everything()
         return original(*args, **kwargs)
 
+    def _around_discard(
+        self, original: Callable[..., Any], tags: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The same where the engine gives memory away by name, to be back when it wakes up."""
+        assert self.canary.monitor is not None
+        if _KV_CACHE in tags:
+            self.canary.monitor.forget_everything()
+        return original(tags, *args, **kwargs)
+
     @contextmanager
     def _around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
         """The engine's forward with the canary's steps around it."""
         self._report_requests_that_were_hit()
         with self.canary.around_forward(translate):
             yield
-        self._loads.after_forward()
+        assert self.canary.monitor is not None
+        with self.canary.monitor.guard_errors("hook"):
+            self._loads.after_forward()
 
     def _report_requests_that_were_hit(self) -> None:
         """Mode abort: the scheduler's process ends them."""

@@ -25,7 +25,8 @@ _CONNECTORS = frozenset(
         "SimpleCPUOffloadConnector",
     }
 )
-_REWRITING_CONNECTORS = frozenset({"ExampleConnector"})
+# LMCache loads whole chunks, with the tokens at the front of the first that vLLM has cached.
+_REWRITING_CONNECTORS = frozenset({"ExampleConnector", "LMCacheConnectorV1"})
 
 
 def unsupported_setup(vllm_config: Any) -> str | None:

@@ -16,6 +16,9 @@ Blocks whose load failed are computed again, and with that written like any othe
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +32,11 @@ from kvcanary_plugin.hooks.vllm.pools import GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import Batch, key_of_request
 from kvcanary_plugin.monitor import CanaryMonitor
 
-# Attribute of a scheduler output: the loads that begin with it.
+logger = logging.getLogger(__name__)
+
+# Attributes of a scheduler output: the loads that begin with it; why none are known any more.
 LOADS = "_kvcanary_loads"
+LOADS_UNKNOWN = "_kvcanary_loads_unknown"
 _NULL_BLOCK = 0
 _PADDING_SLOT = 0
 
@@ -54,6 +60,10 @@ class Load:
     key: int
 
 
+class UnknownLoadsError(RuntimeError):
+    """Blocks are loaded that the scheduler's side could not say anything about."""
+
+
 class ScheduledLoads:
     """The scheduler's side: notes what its connector is told, and passes it on."""
 
@@ -66,6 +76,7 @@ class ScheduledLoads:
         self._rewrites_cached_tokens = rewrites_cached_tokens
         self._cached_tokens: dict[str, int] = {}
         self._begun: list[Load] = []
+        self._failed: str | None = None
         for name, replacement in (
             ("get_num_new_matched_tokens", self._get_num_new_matched_tokens),
             ("update_state_after_alloc", self._update_state_after_alloc),
@@ -86,6 +97,11 @@ class ScheduledLoads:
         self, original: Any, request: Any, blocks: Any, num_external_tokens: int, **kwargs: Any
     ) -> Any:
         result = original(request, blocks, num_external_tokens, **kwargs)
+        with self._keeping_errors_from_the_engine():
+            self._note(request, blocks, num_external_tokens)
+        return result
+
+    def _note(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         cached = self._cached_tokens.pop(request.request_id, 0)
         if num_external_tokens > 0:
             end = cached + num_external_tokens
@@ -100,9 +116,20 @@ class ScheduledLoads:
                     key=key_of_request(request),
                 )
             )
-        return result
+
+    @contextmanager
+    def _keeping_errors_from_the_engine(self) -> Iterator[None]:
+        """An error in here is the workers' business: they go blind."""
+        try:
+            yield
+        except Exception as error:
+            if self._failed is None:
+                logger.exception("kvcanary: what a connector loads cannot be followed")
+            self._failed = f"{type(error).__name__}: {error}"
 
     def _build_connector_meta(self, original: Any, scheduler_output: Any) -> Any:
+        if self._failed is not None:
+            setattr(scheduler_output, LOADS_UNKNOWN, self._failed)
         if self._begun:
             setattr(scheduler_output, LOADS, self._begun)
             self._begun = []
@@ -119,7 +146,14 @@ class LoadedSlots:
         self._in_this_forward: list[tuple[Load, int]] = []
 
     def scheduled(self, scheduler_output: Any) -> None:
-        """Before the runner acts on a step, and before the connector begins its loads."""
+        """Before the runner acts on a step, and before the connector begins its loads.
+
+        Raises:
+            UnknownLoadsError: when the scheduler's side has failed.
+        """
+        unknown = getattr(scheduler_output, LOADS_UNKNOWN, None)
+        if unknown is not None:
+            raise UnknownLoadsError(unknown)
         for load in getattr(scheduler_output, LOADS, ()):
             self._on_their_way[load.request_id] = load
             self._adopt(load, uid=-1, bytes_are_there=False)
