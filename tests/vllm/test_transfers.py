@@ -205,6 +205,7 @@ def test_a_request_that_is_given_up_while_it_loads_leaves_bytes_that_nobody_comp
     [
         ({"kv_connector": "NixlConnector"}, []),
         ({"kv_connector": "Mine"}, ["Mine"]),
+        ({"kv_connector": "NixlPushConnector"}, ["NixlPushConnector"]),
         ({"kv_connector": "HiSparseConnector"}, ["HiSparseConnector"]),
         ({"kv_connector": "NixlConnector", "kv_connector_module_path": "mine"}, ["NixlConnector"]),
         (
@@ -220,7 +221,14 @@ def test_a_request_that_is_given_up_while_it_loads_leaves_bytes_that_nobody_comp
             ["mine"],
         ),
     ],
-    ids=["known", "unknown", "another memory", "own class of a known name", "several"],
+    ids=[
+        "known",
+        "unknown",
+        "pushed into",
+        "another memory",
+        "own class of a known name",
+        "several",
+    ],
 )
 def test_connectors_that_are_not_known_are_named(config, unknown):
     assert features.unknown_connectors(SimpleNamespace(**config)) == unknown

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# Connectors of vLLM that load nothing but what `update_state_after_alloc` was told.
+# Connectors of vLLM that load nothing but what `update_state_after_alloc` was told, and not before
+# their workers hear of it. MoRIIO and NIXL in push mode are left out: there the other side writes.
 _CONNECTORS = frozenset(
     {
         "DecodeBenchConnector",
@@ -14,13 +15,11 @@ _CONNECTORS = frozenset(
         "HF3FSKVConnector",
         "LMCacheConnectorV1",
         "LMCacheMPConnector",
-        "MoRIIOConnector",
         "MooncakeConnector",
         "MooncakeStoreConnector",
         "MultiConnector",
         "NixlConnector",
         "NixlPullConnector",
-        "NixlPushConnector",
         "OffloadingConnector",
         "SimpleCPUOffloadConnector",
     }
