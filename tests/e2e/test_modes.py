@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvcanary_plugin.drill import http_client
+from kvcanary_plugin.drill import http_client, weights
 from kvcanary_plugin.drill.drill import FULL_CASES, GUARD_CASES, Drill, write_drill_config
 from kvcanary_plugin.drill.server import PRESETS, SGLangServer
 from kvcanary_plugin.metrics import FORWARDS, GROUP_STATE, INTERNAL_ERRORS, VIOLATIONS
@@ -35,11 +35,12 @@ N_GRAM = (
     *("--speculative-algorithm", "NGRAM"),
     *("--speculative-num-draft-tokens", "6"),
 )
-N_GRAM_ON_A_CPU = (
-    ("SGLANG_EXTERNAL_MODEL_PACKAGE", "ngram_on_cpu"),
+SPECULATION_ON_A_CPU = (
+    ("SGLANG_EXTERNAL_MODEL_PACKAGE", "speculation_on_cpu"),
     ("PYTHONPATH", str(Path(__file__).parent)),
     ("SGLANG_NATIVE_MOVE_KV_CACHE", "1"),
 )
+MODEL_CONFIGS = Path(weights.__file__).parent / "models"
 NEW_TOKENS = 24
 SOME_FAULTS = ("flip_kv", "swap_table")
 
@@ -107,13 +108,34 @@ def test_a_decode_server_that_retracts_is_silent_and_reports_faults(preset, own_
 
 @pytest.mark.parametrize("preset", ["llama", "swa"])
 def test_n_gram_drafts_are_silent_and_faults_are_reported(preset, own_server, tmp_path):
+    speculation_is_silent_and_reports_faults(own_server, tmp_path, preset, N_GRAM)
+
+
+@pytest.mark.parametrize("children", [1, 4], ids=["chain", "tree"])
+def test_drafts_of_a_model_are_silent_and_faults_are_reported(children, own_server, tmp_path):
+    """The draft model is the target model itself, so that most drafts are accepted."""
+    draft_model = tmp_path / "draft"
+    draft_model.mkdir()
+    weights.write_model(MODEL_CONFIGS / PRESETS["llama"].model, draft_model)
+    flags = (
+        *("--speculative-algorithm", "STANDALONE"),
+        *("--speculative-draft-model-path", str(draft_model)),
+        *("--speculative-num-steps", "1"),
+        *("--speculative-eagle-topk", str(children)),
+        *("--speculative-num-draft-tokens", str(children + 1)),
+    )
+    server = speculation_is_silent_and_reports_faults(own_server, tmp_path, "llama", flags)
+    assert snapshot(server).total(GROUP_STATE, group="draft", state="unsupported") == 1
+
+
+def speculation_is_silent_and_reports_faults(own_server, tmp_path, preset, flags) -> SGLangServer:
     spec = replace(
         PRESETS[preset],
-        flags=N_GRAM,
-        env=N_GRAM_ON_A_CPU,
+        flags=flags,
+        env=SPECULATION_ON_A_CPU,
         kvcanary_config=write_drill_config(tmp_path),
     )
-    server = own_server(spec)
+    server: SGLangServer = own_server(spec)
 
     # A small model repeats itself, which is what n-grams live on.
     with ThreadPoolExecutor(4) as pool:
@@ -129,6 +151,7 @@ def test_n_gram_drafts_are_silent_and_faults_are_reported(preset, own_server, tm
     cases = [case for case in (*FULL_CASES, *GUARD_CASES) if case.fault in SOME_FAULTS]
     for result in Drill(server, tmp_path).run(cases):
         assert_reported(result)
+    return server
 
 
 def test_beam_searches_beside_other_requests_are_silent(own_server, tmp_path):

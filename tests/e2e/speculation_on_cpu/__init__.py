@@ -1,4 +1,4 @@
-"""What SGLang needs to speculate with n-gram drafts on a CPU, for the tests.
+"""What SGLang needs to speculate on a CPU, for the tests: n-gram drafts, and one step of a model's.
 
 Loaded inside the server as SGLANG_EXTERNAL_MODEL_PACKAGE. SGLang's kernels for this come compiled
 for a CPU in a package that no registry has; they stand here in Python. Attention takes a tree of
@@ -13,6 +13,7 @@ import torch
 from sglang.kernels.ops.speculative import cache_locs, eagle, reconstruct_tree, spec_tree
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache import allocation
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 Tensor = torch.Tensor
 
@@ -119,9 +120,54 @@ def forward_extend(
     return output
 
 
+def build_tree_of_one_step(
+    _parents: Tensor,
+    _scores: Tensor,
+    seq_lens: Tensor,
+    _mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    _topk: int,
+    steps: int,
+    count: int,
+    _mask_mode: int,
+) -> None:
+    """A root and its children: all that one step of drafting makes."""
+    assert steps == 1
+    for row, length in enumerate(seq_lens.tolist()):
+        first = row * count
+        positions[first] = length
+        positions[first + 1 : first + count] = length + 1
+        retrieve_index[row] = torch.arange(first, first + count)
+        retrieve_next_token[row] = -1
+        retrieve_next_token[row, 0] = 1
+        retrieve_next_sibling[row] = -1
+        retrieve_next_sibling[row, 1 : count - 1] = torch.arange(2, count)
+
+
+def fill_bonus_tokens(accepted: Tensor, lens: Tensor, bonus: Tensor, stride: int) -> None:
+    rows = torch.arange(lens.shape[0])
+    bonus.copy_(accepted.flatten()[rows * stride + lens.long() - 1])
+
+
+def assign_draft_cache_locs_contiguous(
+    rows: Tensor, table: Tensor, seq_lens: Tensor, out: Tensor, _width: int, topk: int, cols: int
+) -> None:
+    count = topk * cols
+    for index, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        out[index * count : (index + 1) * count] = table[row, length : length + count]
+
+
 reconstruct_tree.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask
 spec_tree.sgl_verify_tree_greedy_cpu = verify_tree_greedy
 cache_locs.assign_extend_cache_locs_cpu = assign_extend_cache_locs
 eagle.fill_accept_out_cache_loc_cpu = fill_accept_out_cache_loc
 allocation.assign_req_to_token_pool_cpu = assign_req_to_token_pool
 TorchNativeAttnBackend.forward_extend = forward_extend
+spec_tree.sgl_build_tree_kernel_efficient_cpu = build_tree_of_one_step
+eagle.fill_bonus_tokens_cpu = fill_bonus_tokens
+cache_locs.assign_draft_cache_locs_contiguous_cpu = assign_draft_cache_locs_contiguous
+# The draft model keeps the backend that it has.
+DraftBackendFactory.create_draft_extend_backend = lambda _self: None
