@@ -77,10 +77,12 @@ class Session:
 
     def forward(self, run: Callable[[], Any], forward_batch: Any) -> Any:
         """The engine's forward ``run`` with the canary's steps around it."""
-        if self._translator is None:
+        monitor = self._canary.monitor
+        if monitor is None or self._translator is None:
             return run()
-        self._end_requests_that_were_hit()
-        self._put_back_loads()
+        with monitor.guard_errors("hook"):
+            self._end_requests_that_were_hit()
+            self._put_back_loads()
         with self._canary.around_forward(lambda: self._translate(forward_batch)):
             return run()
 
@@ -113,8 +115,8 @@ class Session:
         monitor = self._canary.monitor
         if monitor is None or self._translator is None or monitor.blind_because is not None:
             return
-        self._put_back_loads()  # what is adopted may continue them
         with monitor.guard_errors("hook"):
+            self._put_back_loads()  # what is adopted may continue them
             transfers.adopt_prebuilt(monitor, self._translator, schedule_batch)
 
     def storage_is_attached(self) -> None:

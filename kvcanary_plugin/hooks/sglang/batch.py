@@ -34,6 +34,7 @@ class _Requests:
     rows: tuple[Any, ...]
     computes_prompt: tuple[bool, ...]
     has_beams: bool = False
+    error: Exception | None = None  # why they are not known
 
 
 _NO_REQUESTS = _Requests((), ())
@@ -102,6 +103,14 @@ class BatchTranslator:
     @staticmethod
     def remember_requests(forward_batch: Any, schedule_batch: Any) -> None:
         """Keep the scheduler's requests with the batch that was made from them."""
+        try:
+            known = BatchTranslator._requests_in(schedule_batch)
+        except Exception as error:  # of ours: `translate` raises it, where it is kept from engines
+            known = _Requests((), (), error=error)
+        setattr(forward_batch, _REQUESTS, known)
+
+    @staticmethod
+    def _requests_in(schedule_batch: Any) -> _Requests:
         decoding = {
             id(request) for request in (getattr(schedule_batch, "decoding_reqs", None) or ())
         }
@@ -115,8 +124,7 @@ class BatchTranslator:
                 for entry in beams.entries
                 for _ in range(entry.start, entry.end)
             )
-        known = _Requests(requests, prompt, has_beams=beams is not None)
-        setattr(forward_batch, _REQUESTS, known)
+        return _Requests(requests, prompt, has_beams=beams is not None)
 
     def request(self, uid: int) -> Any | None:
         """The scheduler's request behind ``uid``; None when it is gone."""
@@ -131,9 +139,13 @@ class BatchTranslator:
         """The step that ``forward_batch`` is about to run. No device synchronisation.
 
         Raises:
-            UnsupportedForward: for a forward mode whose reads and writes this hook does not know.
+            UnsupportedForward: for a forward mode whose reads and writes this hook does not know,
+                or requests that it could not make out.
         """
         self._step += 1
+        problem = _requests_of(forward_batch).error
+        if problem is not None:
+            raise UnsupportedForward("the requests of a batch are not known") from problem
         mode = forward_batch.forward_mode
         if mode.is_idle() or forward_batch.batch_size == 0:
             return self._empty_step()
