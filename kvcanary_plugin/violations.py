@@ -278,7 +278,12 @@ class ViolationPolicy:
         with self._lock:
             self._mode = config.mode
             self.include_tokens = config.report.include_tokens
-            enabled = (check for check in CHECKS if getattr(config.checks, check.label))
+            # In mode off records are still kept, and launches that write them look at some things.
+            enabled = (
+                check
+                for check in CHECKS
+                if config.mode != "off" and getattr(config.checks, check.label)
+            )
             self._enabled_bits = sum(int(check.reasons) for check in enabled)
             if config.mode != "raise":
                 self._pending_error = None

@@ -353,6 +353,16 @@ def test_checks_that_are_off_are_removed_from_rows(ring_writer: Any, names: Requ
     assert rows[0, 7] == FailReason.VERIFY_CHAIN_HASH, "the caller's rows stay as they are"
 
 
+def test_nothing_is_a_violation_in_mode_off(ring_writer: Any, names: RequestNames) -> None:
+    """Launches that keep records go on in it, and put what they notice into the ring."""
+    policy = policy_of(names, MODE="off")
+    ring_writer.put(FailReason.WRITE_OWNED)
+    rows = ring_writer.ring[:1].numpy()
+    assert len(policy.keep_enabled(rows)) == 0
+    policy.apply(config_of(MODE="log"))
+    assert len(policy.keep_enabled(rows)) == 1
+
+
 def test_rows_with_unknown_bits_are_kept_for_the_decoder_to_refuse(
     ring_writer: Any, names: RequestNames
 ) -> None:
