@@ -19,7 +19,7 @@ from tests.sglang.engine_source import Source
 sglang = pytest.importorskip("sglang")
 
 # Where `python -m tests.sglang.compat DIRECTORY` has put the versions.
-SOURCES = "KVCANARY_SGLANG_SOURCES"
+SOURCES = "SGLANG_SOURCES"
 
 
 def column_of(version: str) -> dict[str, str]:

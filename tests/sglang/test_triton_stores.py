@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # A Triton in a directory of its own; the vLLM environment has one.
-TRITON = Path(os.environ.get("KVCANARY_TRITON", ROOT / ".venv-vllm" / "triton-interpreter"))
+TRITON = Path(os.environ.get("TRITON_FOR_TESTS", ROOT / ".venv-vllm" / "triton-interpreter"))
 
 
 def test_what_the_kernels_store_is_what_the_sources_hold():
     if not (TRITON / "triton").is_dir():
-        pytest.skip(f"needs a Triton in {TRITON}: make venv-vllm, or KVCANARY_TRITON=DIRECTORY")
+        pytest.skip(f"needs a Triton in {TRITON}: make venv-vllm, or TRITON_FOR_TESTS=DIRECTORY")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rfE", "tests/sglang/test_pool_bytes.py"],
         cwd=ROOT,
