@@ -20,7 +20,13 @@ import pytest
 from kvcanary_plugin.drill import http_client, weights
 from kvcanary_plugin.drill.drill import FULL_CASES, GUARD_CASES, Drill, write_drill_config
 from kvcanary_plugin.drill.server import PRESETS, SGLangServer
-from kvcanary_plugin.metrics import FORWARDS, GROUP_STATE, INTERNAL_ERRORS, VIOLATIONS
+from kvcanary_plugin.metrics import (
+    EXTERNAL_SLOTS,
+    FORWARDS,
+    GROUP_STATE,
+    INTERNAL_ERRORS,
+    VIOLATIONS,
+)
 from tests.e2e.test_guard import assert_reported, snapshot
 
 pytestmark = pytest.mark.e2e
@@ -31,6 +37,15 @@ DECODE_SERVER = (
     *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
 )
 NOBODYS_PREFILL_SERVER = "2.2.2.2"
+HIERARCHICAL_CACHE = (
+    "--enable-hierarchical-cache",
+    *("--hicache-ratio", "4"),
+    *("--hicache-io-backend", "direct"),
+    *("--hicache-mem-layout", "layer_first"),
+    *("--hicache-write-policy", "write_through"),
+    # So few slots that prompts are evicted, and come back from the host.
+    *("--max-total-tokens", "700"),
+)
 N_GRAM = (
     *("--speculative-algorithm", "NGRAM"),
     *("--speculative-num-draft-tokens", "6"),
@@ -152,6 +167,42 @@ def speculation_is_silent_and_reports_faults(own_server, tmp_path, preset, flags
     for result in Drill(server, tmp_path).run(cases):
         assert_reported(result)
     return server
+
+
+@pytest.mark.parametrize("preset", ["llama", "swa"])
+def test_a_hierarchical_cache_is_silent_and_a_bad_load_is_reported(preset, own_server, tmp_path):
+    harm = tmp_path / "harm"
+    spec = replace(
+        PRESETS[preset],
+        flags=HIERARCHICAL_CACHE,
+        env=(
+            ("SGLANG_EXTERNAL_MODEL_PACKAGE", "host_tier_on_cpu"),
+            ("PYTHONPATH", str(Path(__file__).parent)),
+            ("HARM_NEXT_LOAD", str(harm)),
+        ),
+        kvcanary_config=write_drill_config(tmp_path),
+    )
+    server = own_server(spec)
+    come_again = [[*range(3 + start, 100 + start)] for start in range(0, 60, 5)]
+
+    def serve() -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda prompt: ask(server, prompt), come_again * 4))
+
+    serve()
+
+    now = snapshot(server)
+    assert now.total(EXTERNAL_SLOTS) > 0, "nothing was loaded back"
+    assert now.total(VIOLATIONS) == 0
+    assert now.total(INTERNAL_ERRORS) == 0
+
+    harm.touch()
+    serve()
+
+    now = snapshot(server)
+    assert not harm.exists()
+    assert now.total(VIOLATIONS, check="real_kv", phase="adopt") == 1
+    assert now.total(INTERNAL_ERRORS) == 0
 
 
 def test_beam_searches_beside_other_requests_are_silent(own_server, tmp_path):
