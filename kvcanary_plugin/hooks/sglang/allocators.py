@@ -19,6 +19,9 @@ _PAGED_ALLOCATOR = "PagedTokenToKVPoolAllocator"
 _SWA_ALLOCATOR = "SWATokenToKVPoolAllocator"
 _PURE_SWA_ALLOCATOR = "PureSWATokenToKVPoolAllocator"
 
+# A queued event keeps what it is a view of: up to this many bytes, the free list of a busy server.
+_LARGE_BYTES = 256 * 1024
+
 
 def followable(allocator: Any) -> Mapping[str, Any]:
     """Group name to the allocator of its slots, for the allocators that can be followed."""
@@ -65,6 +68,10 @@ def _wrap(allocator: Any, method: str, after: Callable[..., None]) -> None:
 def _after_alloc(events: SlotEvents) -> Callable[..., None]:
     def after(slots: torch.Tensor | None, *_: Any) -> None:
         if slots is not None and slots.numel() > 0:
+            is_piece = slots.nbytes < slots.untyped_storage().nbytes()
+            if is_piece and slots.untyped_storage().nbytes() > _LARGE_BYTES:
+                # Every free makes a new free list; views of them would keep dozens alive.
+                slots = slots.clone()
             events.alloc(slots)
 
     return after
