@@ -400,7 +400,8 @@ class CanaryMonitor:
     def learn_prompts(self, requests: Iterable[HostTokens]) -> None:
         """Tell the oracle the tokens of requests whose prompt no forward computes."""
         if self.history is not None and self.blind_because is None:
-            with self.guard_errors("oracle"):
+            # The forward before may still compare with what the rows' last tenants had.
+            with self.guard_errors("oracle"), self._gate.engine_works():
                 self.history.record_prompt(requests)
 
     def reconfigure(self, config: CanaryConfig) -> None:

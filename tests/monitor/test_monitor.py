@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -255,6 +258,25 @@ def test_a_blind_canary_counts_forwards_as_unchecked_and_never_alarms():
     world.errors.clear()
     assert decode(world) == []
     assert world.monitor.forward_counts[ForwardKind.DECODE, ForwardResult.UNCHECKED] == 1
+
+
+def test_prompts_are_learned_behind_the_forward_before(monkeypatch: pytest.MonkeyPatch):
+    """On another stream than the forwards', whose rows they may be."""
+    world = World()
+    history = world.monitor.history
+    assert history is not None
+    order: list[str] = []
+
+    @contextmanager
+    def engine_works() -> Iterator[None]:
+        order.append("waits")
+        yield
+        order.append("lets wait")
+
+    monkeypatch.setattr(world.monitor._gate, "engine_works", engine_works)
+    monkeypatch.setattr(history, "record_prompt", lambda _requests: order.append("learns"))
+    world.monitor.learn_prompts(())
+    assert order == ["waits", "learns", "lets wait"]
 
 
 def test_a_blind_canary_keeps_nothing_of_what_the_allocator_does():
