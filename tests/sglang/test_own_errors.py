@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary_plugin.hooks.sglang import attach, copies
+from kvcanary_plugin.hooks.sglang import attach, copies, pools
 from tests.sglang.engine import Engine, Request
 
 
@@ -77,3 +77,10 @@ def test_what_a_blind_canary_is_told_is_forgotten(engine: Engine):
     engine.allocator.free(engine.allocator.alloc(2))
     engine.allocator.clear()
     assert engine.monitor.guards[0].events.take() == []
+
+
+def test_a_pool_that_is_built_in_another_way_is_unsupported(engine: Engine):
+    del engine.pool.v_buffer
+    held = pools.guarded_pools(engine.runner)
+    assert held.groups == ()
+    assert "not as its adapter knows it" in held.unsupported[0].reason

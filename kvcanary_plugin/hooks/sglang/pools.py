@@ -6,6 +6,7 @@ are known by their exact name, so that a subclass never passes for its parent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,9 @@ from kvcanary_plugin.strips import UnsupportedLayout
 
 # Row 0 of req_to_token pads CUDA-graph batches.
 PADDING_ROW = 0
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,16 @@ def guarded_pools(model_runner: Any) -> GuardedPools:
     pool = model_runner.token_to_kv_pool
     name = type(pool).__name__
     composite = COMPOSITES.get(name)
-    if composite is not None:
-        return composite.groups(model_runner, pool)
-    if _stands_alone(name):
-        return _plain(model_runner, pool)
+    try:
+        if composite is not None:
+            return composite.groups(model_runner, pool)
+        if _stands_alone(name):
+            return _plain(model_runner, pool)
+    except (AttributeError, IndexError, TypeError, ValueError) as problem:
+        # A version of the engine whose pool is built in another way: no reason not to serve.
+        logger.exception("kvcanary: pool class %s is not as its adapter knows it", name)
+        reason = f"pool class {name} is not as its adapter knows it: {problem}"
+        return _nothing(("full",), reason)
     return _nothing(("full",), UNSUPPORTED_POOLS.get(name) or _no_adapter(name))
 
 
