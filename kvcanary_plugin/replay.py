@@ -816,7 +816,7 @@ class _Run:
         guard = self._monitor.guards[self._root_group]
         slot = self._pool_of[self._root_group].numbering.dense(self._root.slot)
         launch_canary_scrub_kernel(
-            context=guard.context(LaunchTag.SCRUB),
+            context=guard.scrub_second_look,
             slots=torch.tensor([slot]),
             num_valid=torch.ones(1, dtype=torch.int32),
             step=self._root.step,

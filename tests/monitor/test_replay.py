@@ -342,6 +342,28 @@ def test_bytes_that_change_under_a_forward_replay(tmp_path: Path) -> None:
     assert "bytes of slot 9 were changed from outside" in replayed(world)
 
 
+@pytest.mark.parametrize("forwards", [64, 2])
+def test_bytes_that_the_scrub_finds_replay(tmp_path: Path, forwards: int) -> None:
+    """The only look at bytes in production; mostly long after the write, here also behind it."""
+    config = checking_everything(
+        verify={"real_kv": "none"},
+        scrub={"percent_of_step_time": 50},
+        recorder={"forwards": forwards},
+    )
+    world = prefilled(tmp_path, config=config)
+    world.bytes_of(world.full_kv[0], 9)[0] ^= 1
+    for _ in range(1000):
+        world.forward(Part(uid=2, row=2, tokens=[50, 51, 52], slots=[20, 21, 22]))
+        if world.incidents():
+            break
+    (incident,) = world.incidents()
+    assert (incident.root.phase, incident.root.slot) == ("scrub", 9)
+    assert replayed(world) == (
+        "not explained by recorded events: the K/V bytes of slot 9 were changed from outside,"
+        " after the seal of step 1"
+    )
+
+
 class TestAllocator:
     """Faults of an allocator whose events reach the canary."""
 
