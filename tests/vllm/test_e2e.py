@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -141,6 +142,7 @@ class TestServer:
         assert after.total(SLOTS_WRITTEN) == after.total(SLOTS_SEALED)
         for group in GROUPS.get(name, ("full",)):
             assert after.total(GROUP_STATE, group=group, state="guarded") == 1
+        assert re.search(r"INFO .*kvcanary: guarding group", server.log())
 
     def test_every_fault_is_reported_at_its_slot(self, name, shared_server, directories):
         if name == "pressure":

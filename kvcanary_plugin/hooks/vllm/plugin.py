@@ -8,6 +8,7 @@ inherits what its parent has patched and is not called again. It is also the way
 from __future__ import annotations
 
 import functools
+import logging
 import os
 
 from kvcanary_plugin.hooks.vllm import flag
@@ -19,6 +20,7 @@ def register() -> None:
     """Patch the argument classes and the worker wrapper; calling it again is harmless."""
     from kvcanary_plugin.hooks.vllm import aborts, attach, transfers
 
+    _log_where_the_engine_logs()
     flag.extend_engine_arguments()
     aborts.extend_scheduler()
     attach.extend_scheduler_output()
@@ -26,3 +28,11 @@ def register() -> None:
     attach.extend_worker()
     if DIRECTORY_VARIABLE in os.environ:  # a second API server: the engine is configured already
         flag.show_workers_metrics()
+
+
+def _log_where_the_engine_logs() -> None:
+    """vLLM sets up the loggers of its own name only, and others belong to nobody: lines below
+    WARNING would be lost, and the rest would show neither time nor process."""
+    own = logging.getLogger("kvcanary_plugin")
+    if not own.hasHandlers():
+        own.parent = logging.getLogger("vllm")
