@@ -53,5 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"kvcanary: {arguments.output} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
-    print(f"{arguments.output}: {len(incidents)} incidents")
+    noun = "incident" if len(incidents) == 1 else "incidents"
+    print(f"{arguments.output}: {len(incidents)} {noun}")
     return 0

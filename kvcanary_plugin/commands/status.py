@@ -69,6 +69,7 @@ class RankStatus:
         violations: by check, those above zero.
         checks_off: checks that may not raise a violation.
         checks_unsupported: by group, checks for which the engine does not deliver what they need.
+        config_taken_over, config_refused: changes of the configuration file.
     """
 
     rank: dict[str, str]
@@ -84,6 +85,7 @@ class RankStatus:
     checks_unsupported: dict[str, list[str]]
     ring_dropped: int
     internal_errors: dict[str, int]
+    config_taken_over: int
     config_refused: int
     version: str
     backend: str
@@ -259,6 +261,7 @@ def _rank_status(snapshot: MetricsSnapshot, rank: dict[str, str], now: float) ->
         checks_unsupported=_unsupported(snapshot, rank, groups),
         ring_dropped=ring_dropped,
         internal_errors={k: v for k, v in by(metrics.INTERNAL_ERRORS, "where").items() if v},
+        config_taken_over=total(metrics.CONFIG_RELOADS, result="ok"),
         config_refused=total(metrics.CONFIG_RELOADS, result="refused"),
         version=build.get("version", ""),
         backend=build.get("backend", ""),
@@ -376,6 +379,8 @@ def _totals(ranks: Sequence[RankStatus]) -> list[tuple[str, str]]:
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or none
 
     off = sorted({check for rank in ranks for check in rank.checks_off})
+    taken_over = sum(rank.config_taken_over for rank in ranks)
+    refused = sum(rank.config_refused for rank in ranks)
     versions = sorted({f"kvcanary {rank.version}, {rank.backend} kernels" for rank in ranks})
     return [
         ("slots", listed(summed([rank.slots for rank in ranks]), "none yet")),
@@ -385,7 +390,7 @@ def _totals(ranks: Sequence[RankStatus]) -> list[tuple[str, str]]:
         ("not supported", _unsupported_as_text(ranks)),
         ("rows dropped", str(sum(rank.ring_dropped for rank in ranks))),
         ("own errors", listed(summed([rank.internal_errors for rank in ranks]), "none")),
-        ("config", f"{sum(rank.config_refused for rank in ranks)} changes refused"),
+        ("config changes", f"{taken_over} taken over, {refused} refused"),
         ("version", "; ".join(versions)),
     ]
 

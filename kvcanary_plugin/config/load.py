@@ -69,7 +69,7 @@ def _read_file(file: Path, places: Place, problems: list[ConfigProblem]) -> dict
             return {}
         for name, line in _mark_lines(root, (), str(file), places):
             add(
-                "appears a second time in the same section",
+                "a second value in the same section",
                 "each name once",
                 "remove one of the two",
                 f"{file}, line {line}",

@@ -83,14 +83,22 @@ class ConfigWatcher:
             config = load_config(self._path, self._environ)
             _refuse_fixed_changes(self._current, config, self._path)
         except ConfigError as error:
-            logger.error("%s: not taken over, the settings in force stay. %s", self._path, error)
+            problems = "; and ".join(str(problem) for problem in error.problems)
+            # One line: who looks for "kvcanary:" in the log sees every field.
+            logger.error(
+                "kvcanary: %s was not taken over, the settings in force stay: %s",
+                self._path,
+                problems,
+            )
             self._on_result("refused")
             return None
-        changed = config != self._current
+        changes = _changes(self._current, config)
         self._current = config
-        logger.info("%s: taken over%s", self._path, "" if changed else ", nothing changed")
+        logger.info(
+            "kvcanary: %s was taken over: %s", self._path, ", ".join(changes) or "nothing changed"
+        )
         self._on_result("ok")
-        return config if changed else None
+        return config if changes else None
 
     def _look(self) -> FileState:
         try:
@@ -104,8 +112,8 @@ def _refuse_fixed_changes(old: CanaryConfig, new: CanaryConfig, file: Path) -> N
     problems = [
         ConfigProblem(
             field=setting.name,
-            value=str(_value(new, setting.path)),
-            allowed=f"{_value(old, setting.path)} until the next start",
+            value=_as_text(new, setting.path),
+            allowed=f"{_as_text(old, setting.path)} until the next start",
             do="restart the engine to change it, or set it back",
             where=str(file),
         )
@@ -114,6 +122,23 @@ def _refuse_fixed_changes(old: CanaryConfig, new: CanaryConfig, file: Path) -> N
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _changes(old: CanaryConfig, new: CanaryConfig) -> list[str]:
+    """What the new settings change, as "name old -> new"."""
+    return [
+        f"{setting.name} {_as_text(old, setting.path)} -> {_as_text(new, setting.path)}"
+        for setting in iter_settings()
+        if _value(old, setting.path) != _value(new, setting.path)
+    ]
+
+
+def _as_text(config: CanaryConfig, path: tuple[str, ...]) -> str:
+    """A value in the words of the file."""
+    value = _value(config, path)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(config: CanaryConfig, path: tuple[str, ...]) -> object:

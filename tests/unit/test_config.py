@@ -261,6 +261,7 @@ def test_name_given_twice(tmp_path: Path) -> None:
     problem = only_problem(path)
     assert problem.field == "scrub.percent_of_step_time"
     assert problem.where.endswith("line 3")
+    assert "got a second value in the same section; allowed: each name once" in str(problem)
 
 
 @pytest.mark.parametrize(

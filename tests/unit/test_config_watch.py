@@ -49,10 +49,20 @@ def test_unchanged_file_is_not_read_again(watched: Watched) -> None:
     assert watched.results == []
 
 
-def test_reloadable_change_is_taken_over(watched: Watched) -> None:
-    config = watched.change_to(
-        "mode: raise\nwrite_input_assert: true\nscrub: {bytes_per_second: 5}\n"
-        "reverify: {sample: 1}\nlog: {max_reports_per_minute: 5}\n"
+def test_reloadable_change_is_taken_over(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        config = watched.change_to(
+            "mode: raise\nwrite_input_assert: true\nscrub: {bytes_per_second: 5}\n"
+            "reverify: {sample: 1}\nlog: {max_reports_per_minute: 5}\n"
+        )
+    (message,) = caplog.messages
+    assert message == (
+        f"kvcanary: {watched.path} was taken over: mode log -> raise,"
+        " write_input_assert false -> true, reverify.sample 0.05 -> 1.0,"
+        " scrub.percent_of_step_time 1.0 -> null, scrub.bytes_per_second null -> 5,"
+        " log.max_reports_per_minute 60 -> 5"
     )
     assert config is not None
     assert config is watched.watcher.current
@@ -72,7 +82,8 @@ def test_file_is_looked_at_no_more_than_once_a_second(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["mode: loud\n", "mode: [", "unknown: 1\n", "scrub: {percent_of_step_time: 90}\n"]
+    "text",
+    ["mode: loud\nlogg: {}\n", "mode: [", "unknown: 1\n", "scrub: {percent_of_step_time: 90}\n"],
 )
 def test_bad_file_is_refused_once_and_the_old_settings_stay(
     watched: Watched, text: str, caplog: pytest.LogCaptureFixture
@@ -86,6 +97,8 @@ def test_bad_file_is_refused_once_and_the_old_settings_stay(
     assert len(caplog.records) == 1
     assert str(watched.path) in caplog.text
     assert "settings in force stay" in caplog.text
+    assert caplog.messages[0].startswith("kvcanary: ")
+    assert "\n" not in caplog.messages[0]
 
 
 def test_change_that_needs_a_restart_is_refused_as_a_whole(

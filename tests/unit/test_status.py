@@ -170,6 +170,20 @@ def test_dropped_rows_are_violations(server: Server, capsys: pytest.CaptureFixtu
     assert (status, answer["verdict"], answer["ranks"][0]["ring_dropped"]) == (1, "violations", 5)
 
 
+def test_changes_of_the_configuration_are_counted(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = server.rank()
+    work(metrics)
+    metrics.config_reload("ok")
+    metrics.config_reload("ok")
+    metrics.config_reload("refused")
+    (rank,) = ask(server, capsys)[1]["ranks"]
+    assert (rank["config_taken_over"], rank["config_refused"]) == (2, 1)
+    main(["status", server.url])
+    assert "\nconfig changes 2 taken over, 1 refused\n" in capsys.readouterr().out
+
+
 def test_mode_off_is_off(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = server.rank(mode="off")
     metrics.forward(ForwardKind.DECODE, ForwardResult.UNCHECKED, 500)
