@@ -17,8 +17,9 @@ _INTRODUCTION = f"""\
 <!-- Made by `kvcanary config-docs` from kvcanary_plugin/config/model.py. Do not edit. -->
 
 The canary reads one YAML file. It is named by the engine's `--kvcanary-config FILE` flag or by the
-environment variable `{CONFIG_PATH_VARIABLE}`. Without a file the defaults below hold; they are the
-production setting. `configs/` has three files to start from:
+environment variable `{CONFIG_PATH_VARIABLE}`. Without a file the engine is not guarded. What the
+file leaves out has the default below; the defaults are the production setting. `configs/` has three
+files to start from:
 
 | file | for |
 | --- | --- |

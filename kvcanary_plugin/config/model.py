@@ -57,7 +57,8 @@ class Checks(Section):
     token: bool = setting(
         False,
         "The token stored with a slot is the one in the request's own history. Needs a token"
-        " history on the device (8 bytes a token of context), hence off in production.",
+        " history on the device (4 bytes a token of context, for every request row of the engine),"
+        " hence off in production.",
     )
     prefix_identity: bool = setting(
         True,
@@ -293,7 +294,8 @@ class CanaryConfig(Section):
     write_input_assert: bool = setting(
         False,
         "Whether the tokens and positions that enter a forward are compared with the scheduler's"
-        " own values before they are written to the records.",
+        " own values before they are written to the records. Needs the token history of"
+        " `checks.token`; it is allocated when this is switched on.",
         reloadable=True,
     )
     checks: Checks = Checks()

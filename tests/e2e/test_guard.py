@@ -247,6 +247,7 @@ def test_a_broken_config_stops_the_server_before_it_loads_a_model(tmp_path, text
         server.start()
     log = server.log()
     assert "kvcanary: " in log
+    assert "kvcanary: kvcanary: " not in log
     assert expected.lower() in log.lower()
     assert "Load weight" not in log
     assert time.monotonic() - begin < 60

@@ -75,5 +75,6 @@ def test_the_operators_own_variable_holds_when_no_flag_is_given(tmp_path, monkey
     ],
 )
 def test_broken_settings_end_the_process_that_configures_the_engine(additional_config, message):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=message) as ended:
         flag.export_settings(additional_config)
+    assert str(ended.value).count("kvcanary: ") == 1

@@ -75,4 +75,4 @@ def config_of_this_process() -> CanaryConfig | None:
     try:
         return load_config(path, os.environ)
     except ConfigError as error:
-        raise SystemExit(f"kvcanary: {error}") from error
+        raise SystemExit(str(error)) from error

@@ -131,7 +131,7 @@ def _load(path: str) -> CanaryConfig:
     try:
         return load_config(path, os.environ)
     except ConfigError as error:
-        raise SystemExit(f"kvcanary: {error}") from error
+        raise SystemExit(str(error)) from error
 
 
 def _with_flag(original: Callable[..., Any]) -> Callable[..., Any]:
