@@ -121,6 +121,24 @@ def test_the_write_input_assert_is_a_switch_that_works_while_serving():
     assert found(world.forward(again)) == {("write_input", slot) for slot in again.slots}
 
 
+def test_without_room_for_the_token_history_all_other_settings_are_taken_over(monkeypatch):
+    world = World(
+        config=checking_everything(mode="off", write_input_assert=False, checks={"token": False})
+    )
+
+    def no_room(group: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(world.monitor, "_make_history", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        world.monitor.reconfigure(checking_everything(checks={"token": False}))
+    assert world.monitor.config.mode == "log"
+    part = Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS)
+    assert world.forward(part) == []
+    world.bytes_of(world.full_kv[0], 9)[0] ^= 1
+    assert ("real_kv", 9) in found(decode(world))
+
+
 def test_a_sampled_token_that_does_not_come_back_is_write_input():
     world = prefilled()
     world.monitor.record_sampled(torch.tensor([1]), torch.tensor([len(PROMPT)]), torch.tensor([40]))
