@@ -195,7 +195,8 @@ class Reporter:
         text = f"incident {incident.id}: {cause}."
         text += f" {describe(root, include_tokens=self._veil.is_transparent)}"
         if incident.rows > 1:
-            text += f" {incident.rows - 1} more rows go back to it so far."
+            more = incident.rows - 1
+            text += f" {more} more {'row goes' if more == 1 else 'rows go'} back to it so far."
         if self._not_logged:
             text += f" {self._not_logged} incidents before this one were left out of the log."
             self._not_logged = 0
