@@ -635,7 +635,11 @@ class CanaryMonitor:
     @staticmethod
     def _make_history(group: KVCacheGroup) -> TokenHistory:
         rows, width = group.page_table.shape
-        return TokenHistory(rows=rows, width=width * group.page_size, device=group.device)
+        history = TokenHistory(rows=rows, width=width * group.page_size, device=group.device)
+        if group.device.type == "cuda":
+            # Filled on this thread's stream, used on the engine's.
+            torch.cuda.current_stream(group.device).synchronize()
+        return history
 
     @contextmanager
     def guard_errors(self, where: ErrorPlace) -> Iterator[None]:

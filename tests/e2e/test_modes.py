@@ -58,6 +58,8 @@ SPECULATION_ON_A_CPU = (
 MODEL_CONFIGS = Path(weights.__file__).parent / "models"
 NEW_TOKENS = 24
 SOME_FAULTS = ("flip_kv", "swap_table")
+# Half a minute each; windows take the same ways, and are looked at in long runs alone.
+PRESETS_OF_A_MODE = ("llama", pytest.param("swa", marks=pytest.mark.soak))
 
 
 def ask(server: SGLangServer, prompt: list[int], **how: Any) -> Mapping[str, Any]:
@@ -98,7 +100,7 @@ class DrillOnADecodeServer(Drill):
         receive(self._server, seed)
 
 
-@pytest.mark.parametrize("preset", ["llama", "swa"])
+@pytest.mark.parametrize("preset", PRESETS_OF_A_MODE)
 def test_a_decode_server_that_retracts_is_silent_and_reports_faults(preset, own_server, tmp_path):
     spec = replace(
         PRESETS[preset],
@@ -121,12 +123,14 @@ def test_a_decode_server_that_retracts_is_silent_and_reports_faults(preset, own_
         assert_reported(result)
 
 
-@pytest.mark.parametrize("preset", ["llama", "swa"])
+@pytest.mark.parametrize("preset", PRESETS_OF_A_MODE)
 def test_n_gram_drafts_are_silent_and_faults_are_reported(preset, own_server, tmp_path):
     speculation_is_silent_and_reports_faults(own_server, tmp_path, preset, N_GRAM)
 
 
-@pytest.mark.parametrize("children", [1, 4], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "children", [pytest.param(1, marks=pytest.mark.soak, id="chain"), pytest.param(4, id="tree")]
+)
 def test_drafts_of_a_model_are_silent_and_faults_are_reported(children, own_server, tmp_path):
     """The draft model is the target model itself, so that most drafts are accepted."""
     draft_model = tmp_path / "draft"
@@ -169,7 +173,7 @@ def speculation_is_silent_and_reports_faults(own_server, tmp_path, preset, flags
     return server
 
 
-@pytest.mark.parametrize("preset", ["llama", "swa"])
+@pytest.mark.parametrize("preset", PRESETS_OF_A_MODE)
 def test_a_hierarchical_cache_is_silent_and_a_bad_load_is_reported(preset, own_server, tmp_path):
     harm = tmp_path / "harm"
     spec = replace(
