@@ -334,6 +334,41 @@ def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(own_se
     assert server.exit_status is None
 
 
+def test_an_error_of_the_canary_blinds_it_for_good_and_the_server_lives_on(
+    own_server, tmp_path, capsys
+):
+    fail = tmp_path / "fail"
+    spec = replace(
+        PRESETS["llama"],
+        env=(
+            ("SGLANG_EXTERNAL_MODEL_PACKAGE", "failing_canary"),
+            ("PYTHONPATH", str(Path(__file__).parent)),
+            ("FAIL_CANARY", str(fail)),
+        ),
+        kvcanary_config=write_drill_config(tmp_path),
+    )
+    server = own_server(spec)
+    prompt = fixed_prompts(1)[0]
+    before = generate(server.url, prompt, max_new_tokens=8).output
+    assert cli.main(["status", server.url]) == 0
+
+    fail.touch()
+    while_failing = generate(server.url, prompt, max_new_tokens=8).output
+    fail.unlink()
+    afterwards = generate(server.url, prompt, max_new_tokens=8).output
+
+    assert before == while_failing == afterwards
+    now = snapshot(server)
+    assert now.total(GROUP_STATE, group="full", state="blind") == 1
+    assert now.total(GROUP_STATE, group="full", state="guarded") == 0
+    assert now.total(INTERNAL_ERRORS) == now.total(INTERNAL_ERRORS, where="hook") == 1
+    assert now.total(VIOLATIONS) == 0
+    capsys.readouterr()
+    assert cli.main(["status", server.url]) == 2
+    assert "blind" in capsys.readouterr().out.lower()
+    assert "RuntimeError: no batch is translated" in server.log()
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
