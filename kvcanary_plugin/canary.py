@@ -69,15 +69,21 @@ class Canary:
             engine: label ``engine`` of the metrics.
             ranks: rank labels of this process.
             groups: what is guarded.
-            unguarded: what is not; refused in mode raise, shown as ``unsupported`` otherwise.
+            unguarded: what is not; shown as ``unsupported``, refused in mode raise, unless the
+                setting ``allow_unguarded`` names it and other groups are guarded.
             max_requests: requests that a forward may hold.
 
         Raises:
             UnsupportedEngineError: in mode raise, when something stays unguarded.
         """
-        if unguarded and config.mode == "raise":
-            text = "; ".join(f"group {group.name}: {group.reason}" for group in unguarded)
-            raise UnsupportedEngineError(f"kvcanary: not guarded, and mode is raise: {text}")
+        refused = [g for g in unguarded if not groups or g.name not in config.allow_unguarded]
+        if refused and config.mode == "raise":
+            text = "; ".join(f"group {group.name}: {group.reason}" for group in refused)
+            names = ", ".join(group.name for group in refused)
+            advice = f"; to start all the same: allow_unguarded: [{names}]" if groups else ""
+            raise UnsupportedEngineError(
+                f"kvcanary: not guarded, and mode is raise: {text}{advice}"
+            )
         backend = _load_kernels(config, groups[0].device) if groups else "none"
         self.names = RequestNames()
         self.metrics = CanaryMetrics(

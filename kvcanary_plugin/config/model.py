@@ -298,6 +298,12 @@ class CanaryConfig(Section):
         " `checks.token`; it is allocated when this is switched on.",
         reloadable=True,
     )
+    allow_unguarded: tuple[str, ...] = setting(
+        (),
+        "Groups that may stay unguarded in mode `raise` (for instance `draft`). Without its name"
+        " here, a part of the cache that shows as `unsupported` keeps the engine from starting in"
+        " that mode. In a variable: names with commas between them.",
+    )
     checks: Checks = Checks()
     verify: Verify = Verify()
     seal: Seal = Seal()
@@ -311,6 +317,13 @@ class CanaryConfig(Section):
     recorder: Recorder = Recorder()
     build: Build = Build()
     faults: Faults = Faults()
+
+    @field_validator("allow_unguarded", mode="before")
+    @classmethod
+    def _a_variable_has_commas(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return tuple(name.strip() for name in value.split(",") if name.strip())
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -133,6 +133,8 @@ def _type_in_words(type_: Any) -> str:
         return ", ".join(str(option) for option in typing.get_args(type_))
     if typing.get_origin(type_) is dict:
         return "a mapping of label name to text"
+    if typing.get_origin(type_) is tuple:
+        return "a list of names"
     return _TYPE_NAMES[type_]
 
 

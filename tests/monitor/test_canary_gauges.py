@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from kvcanary_plugin.canary import Canary
+from kvcanary_plugin.canary import Canary, UnguardedGroup, UnsupportedEngineError
 from kvcanary_plugin.config import load_config
 from kvcanary_plugin.forward import ForwardKind
 from kvcanary_plugin.metrics import RankLabels
@@ -51,6 +51,36 @@ class Served:
         step = self.world._step_of(parts, ForwardKind.PREFILL)
         with self.canary.around_forward(lambda: step):
             self.world._store(step)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "has_groups", "starts"),
+    [("draft", True, True), ("", True, False), ("mamba", True, False), ("draft", False, False)],
+)
+def test_mode_raise_starts_with_unguarded_groups_that_the_settings_name(
+    registry: prometheus_client.CollectorRegistry, allowed: str, has_groups: bool, starts: bool
+) -> None:
+    world = World()
+    variables = {"KVCANARY_MODE": "raise", "KVCANARY_ALLOW_UNGUARDED": allowed}
+    config = load_config(None, variables)
+
+    def start() -> Canary:
+        return Canary(
+            config=config,
+            config_path=None,
+            engine="test",
+            ranks=RankLabels(),
+            groups=world.groups if has_groups else (),
+            unguarded=[UnguardedGroup("draft", "a reason")],
+            max_requests=8,
+        )
+
+    if starts:
+        start().close()
+        return
+    with pytest.raises(UnsupportedEngineError, match="group draft: a reason") as refused:
+        start()
+    assert ("allow_unguarded: [draft]" in str(refused.value)) is has_groups
 
 
 @pytest.fixture
