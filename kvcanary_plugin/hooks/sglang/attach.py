@@ -31,7 +31,7 @@ class Session:
 
     def __init__(self, config: CanaryConfig, model_runner: Any) -> None:
         pools = guarded_pools(model_runner)
-        unguarded = [UnguardedGroup(group.name, group.reason) for group in pools.unsupported]
+        unguarded = list(pools.unsupported)
         groups = pools.groups
         pool = model_runner.token_to_kv_pool
         problem = unsupported_pool(model_runner.server_args, type(pool).__name__)

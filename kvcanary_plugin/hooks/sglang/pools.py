@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.canary import UnguardedGroup
 from kvcanary_plugin.hooks.sglang.allocators import followable
 from kvcanary_plugin.hooks.sglang.features import unsupported_feature
 from kvcanary_plugin.hooks.sglang.layouts import LAYOUTS, LeftOut, SlotBytes
@@ -28,19 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class UnsupportedGroup:
-    """A part of the KV cache that is not guarded, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class GuardedPools:
     """The groups of one model runner, guarded and not."""
 
     groups: tuple[KVCacheGroup, ...]
-    unsupported: tuple[UnsupportedGroup, ...]
+    unsupported: tuple[UnguardedGroup, ...]
 
 
 def guarded_pools(model_runner: Any) -> GuardedPools:
@@ -85,7 +78,7 @@ def _no_adapter(class_name: str) -> str:
 
 
 def _nothing(names: tuple[str, ...], reason: str) -> GuardedPools:
-    return GuardedPools((), tuple(UnsupportedGroup(name, reason) for name in names))
+    return GuardedPools((), tuple(UnguardedGroup(name, reason) for name in names))
 
 
 # ---- pools of one numbering ----------------------------------------------------------------------
@@ -129,8 +122,8 @@ def _slot_bytes(*pools: Any) -> SlotBytes:
     )
 
 
-def _named(group: str, left_out: tuple[LeftOut, ...]) -> tuple[UnsupportedGroup, ...]:
-    return tuple(UnsupportedGroup(f"{group}_{part.part}", part.reason) for part in left_out)
+def _named(group: str, left_out: tuple[LeftOut, ...]) -> tuple[UnguardedGroup, ...]:
+    return tuple(UnguardedGroup(f"{group}_{part.part}", part.reason) for part in left_out)
 
 
 def _table_group(
@@ -190,11 +183,11 @@ def _swa(model_runner: Any, pool: Any) -> GuardedPools:
 
 def _hybrid_linear(model_runner: Any, pool: Any) -> GuardedPools:
     """Layers with full attention beside layers that carry a state per request."""
-    state = UnsupportedGroup("mamba", "a recurrent state has no slots: every token rewrites it")
+    state = UnguardedGroup("mamba", "a recurrent state has no slots: every token rewrites it")
     part = pool.full_kv_pool
     if not _stands_alone(type(part).__name__):
         problem = f"sub-pool class {type(part).__name__} has no adapter"
-        return GuardedPools((), (UnsupportedGroup("full", problem), state))
+        return GuardedPools((), (UnguardedGroup("full", problem), state))
     full = _plain(model_runner, part)
     return GuardedPools(full.groups, (*full.unsupported, state))
 
@@ -202,7 +195,7 @@ def _hybrid_linear(model_runner: Any, pool: Any) -> GuardedPools:
 def _qsa(model_runner: Any, pool: Any) -> GuardedPools:
     """As a hybrid, with a compressed index."""
     hybrid = _hybrid_linear(model_runner, pool)
-    index = UnsupportedGroup("full_index", "a compressed index key belongs to several tokens")
+    index = UnguardedGroup("full_index", "a compressed index key belongs to several tokens")
     return GuardedPools(hybrid.groups, (*hybrid.unsupported, index))
 
 
@@ -216,12 +209,12 @@ def _minimax_sparse(model_runner: Any, pool: Any) -> GuardedPools:
 
 
 _DSV4_PARTS = (
-    UnsupportedGroup(
+    UnguardedGroup(
         "full_bytes",
         "a compressed row (c4, c128 and their index) belongs to several tokens and is written with"
         " the last of them; tokens and positions of the slots are guarded, its bytes are not",
     ),
-    UnsupportedGroup("compress_state", "compressor states belong to a request, not to slots"),
+    UnguardedGroup("compress_state", "compressor states belong to a request, not to slots"),
 )
 
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ uint64_t fold_strip(const Strip& strip, int lane) {
   const int head = starts_on_word ? static_cast<int>(strip.data / kWordBytes % 2) : 0;  // words
   const int vectors = starts_on_word ? (strip.bytes - head * kWordBytes) / kVectorBytes : 0;
   uint64_t sum = fold_vectors<kLanes, kLoads>(strip.data + head * kWordBytes,
-                                      strip.key + (head + 1) * kGolden, vectors, lane);
+                                              strip.key + (head + 1) * kGolden, vectors, lane);
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(strip.data);
 #pragma unroll 1
   for (int other = lane;; other += kLanes) {
