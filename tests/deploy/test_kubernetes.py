@@ -12,31 +12,42 @@ import pytest
 import yaml
 
 from kvcanary_plugin.config import load_config
-from tests.deploy.paths import DEPLOY, ROOT, RULES
+from tests.deploy.paths import DEPLOY, ENGINES, ROOT, RULES
 
 KUBERNETES = DEPLOY / "kubernetes"
 COMPONENT = KUBERNETES / "component"
+EXAMPLE = KUBERNETES / "example"
 # The oldest and the newest that kubernetes-validate carries and a cluster of today may run.
 VERSIONS = ("1.29", "1.34")
 
 Manifest = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def rendered() -> dict[str, Manifest]:
-    """What Kustomize makes of the example, by kind."""
+def render(directory: Path) -> dict[str, Manifest]:
+    """What Kustomize makes of an example, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     result = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / "example")],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     documents = list(yaml.safe_load_all(result.stdout))
     assert len({document["kind"] for document in documents}) == len(documents)
     return {document["kind"]: document for document in documents}
+
+
+@pytest.fixture(scope="module")
+def examples() -> dict[str, dict[str, Manifest]]:
+    """Every example, by engine and kind."""
+    return {engine: render(EXAMPLE / engine) for engine in ENGINES}
+
+
+@pytest.fixture(params=ENGINES)
+def rendered(
+    request: pytest.FixtureRequest, examples: dict[str, dict[str, Manifest]]
+) -> dict[str, Manifest]:
+    """One example after the other, by kind."""
+    return examples[request.param]
 
 
 def test_the_generated_manifests_are_up_to_date() -> None:
@@ -107,17 +118,42 @@ def test_prometheus_finds_the_metrics_of_the_engine(rendered: dict[str, Manifest
     (container_port,) = engine["ports"]
     assert endpoint["port"] == service_port["name"]
     assert service_port["targetPort"] == container_port["name"]
+    assert service_port["port"] == container_port["containerPort"]
     assert f"--port={container_port['containerPort']}" in engine["args"]
-    assert "--enable-metrics" in engine["args"]
+
+
+def test_each_engine_serves_metrics(examples: dict[str, dict[str, Manifest]]) -> None:
+    (sglang,), (vllm,) = (
+        examples[engine]["Deployment"]["spec"]["template"]["spec"]["containers"]
+        for engine in ("sglang", "vllm")
+    )
+    assert "--enable-metrics" in sglang["args"]
+    assert vllm["command"] == ["vllm", "serve"]
+    assert "--disable-log-stats" not in vllm["args"]
+
+
+def test_both_engines_may_be_in_one_namespace(examples: dict[str, dict[str, Manifest]]) -> None:
+    sglang, vllm = examples["sglang"], examples["vllm"]
+    for kind in ("ConfigMap", "PrometheusRule", "ServiceMonitor"):
+        assert sglang[kind] == vllm[kind]
+    for kind in ("Deployment", "Service"):
+        assert sglang[kind]["metadata"]["name"] != vllm[kind]["metadata"]["name"]
+
+
+def test_no_service_sets_a_variable_that_stops_vllm(
+    examples: dict[str, dict[str, Manifest]],
+) -> None:
+    for engine in ENGINES:
+        # It would set VLLM_PORT to a URL in the pods of the namespace that have service links.
+        assert examples[engine]["Service"]["metadata"]["name"] != "vllm"
+    pod = examples["vllm"]["Deployment"]["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False
 
 
 def test_a_deployment_without_the_label_is_left_alone(tmp_path: Path) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
-    deployment = tmp_path / "kubernetes" / "example" / "deployment.yaml"
+    deployment = tmp_path / "kubernetes" / "example" / "vllm" / "deployment.yaml"
     deployment.write_text(deployment.read_text().replace('kvcanary.io/guard: "true"', "a: b"))
-    result = subprocess.run(
-        ["kubectl", "kustomize", str(deployment.parent)], capture_output=True, text=True, check=True
-    )
-    assert "KVCANARY_CONFIG" not in result.stdout
+    (engine,) = render(deployment.parent)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert "env" not in engine
+    assert {mount["name"] for mount in engine["volumeMounts"]} == {"models", "shared-memory"}

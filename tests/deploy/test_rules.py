@@ -32,6 +32,8 @@ RANK = {
     "dp_rank": "0",
 }
 INSTANCE = {name: RANK[name] for name in ("job", "instance", "engine")}
+VLLM_RANK = {**RANK, "job": "vllm", "instance": "node-2:8000", "engine": "vllm"}
+VLLM_INSTANCE = {name: VLLM_RANK[name] for name in ("job", "instance", "engine")}
 
 
 def series(name: str, values: str, rank: Mapping[str, str] = RANK, **labels: str) -> dict[str, str]:
@@ -273,6 +275,46 @@ SCENARIOS = (
                     {**INSTANCE, "severity": "page", "reason": "canary-silent"},
                 )
             ],
+        },
+    ),
+    Scenario(
+        "the same in vLLM, beside SGLang at work",
+        [
+            *HEALTHY,
+            series("sglang:num_running_reqs", "3x400"),
+            *traffic("0+30x80 2400x300", rank=VLLM_RANK),
+            heartbeat("0+15x80 1200x300", rank=VLLM_RANK),
+            # There this label is a number of its own.
+            series("vllm:num_requests_running", "3x400", {**VLLM_INSTANCE, "engine": "0"}),
+        ],
+        {
+            "22m": [],
+            "30m": [
+                (
+                    "KVCanaryHeartbeatStale",
+                    {**VLLM_INSTANCE, "severity": "page", "reason": "canary-silent"},
+                )
+            ],
+        },
+    ),
+    Scenario(
+        "a violation in vLLM, beside SGLang at work",
+        [
+            *HEALTHY,
+            *traffic(rank=VLLM_RANK),
+            heartbeat(rank=VLLM_RANK),
+            series(
+                "kvcanary_violations_total",
+                "0x79 1x300",
+                VLLM_RANK,
+                check="chain",
+                group="full",
+                phase="verify",
+            ),
+        ],
+        {
+            "19m45s": [],
+            "20m": [alert("KVCanaryViolation", **VLLM_INSTANCE, check="chain", group="full")],
         },
     ),
     Scenario(

@@ -49,6 +49,8 @@ from kvcanary_plugin.metrics import (
     SLOTS_WRITTEN,
     VIOLATIONS,
 )
+from tests.deploy.alerting import assert_that_only_a_fault_fires
+from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, is_installed
 
 # A server takes a minute and more to start, its traffic another one.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -104,10 +106,20 @@ def assert_reported(result: DrillResult) -> None:
 # Ordered by server, which takes longer to start than its tests to run.
 
 
+@pytest.mark.skipif(not is_installed(), reason=SKIP_REASON)
+def test_healthy_traffic_fires_nothing_and_a_planted_fault_fires_the_violation_alert(
+    shared_server, directories, tmp_path
+):
+    server = shared_server(guarded("llama", directories))
+    with Prometheus([f"{server.url}/metrics"], directory=tmp_path, job="vllm") as prometheus:
+        assert_that_only_a_fault_fires(server, prometheus, directories("llama"), engine="vllm")
+
+
 def test_tenants_with_salts_of_their_own_share_nothing_and_alarm_nothing(
     shared_server, directories
 ):
     server = shared_server(guarded("llama", directories))
+    before = snapshot(server)
     prompt = tuple(range(10, 110))
     cached = []
     for salt in (None, "a", "b", "a"):
@@ -118,7 +130,7 @@ def test_tenants_with_salts_of_their_own_share_nothing_and_alarm_nothing(
     assert cached[:3] == [0, 0, 0]
     assert cached[3] > 0
     after = snapshot(server)
-    assert after.total(VIOLATIONS) == 0
+    assert after.total(VIOLATIONS) == before.total(VIOLATIONS)
     assert after.total(FORWARDS) == after.total(FORWARDS, result="checked")
 
 
