@@ -101,7 +101,8 @@ class Drain:
         engine: engine and ranks, for the reports.
         watcher: looked at once a poll; None when there is no file to watch.
         forward_counts: cumulative forwards by (kind, result), counted by the monitor.
-        on_config: called on the draining thread with new settings, after the drain took them over.
+        on_config: called on the draining thread with new settings, before the drain takes them
+            over; what it raises refuses them.
         on_idle: called by the drain's own thread after each poll, and by no other.
         clock: seconds, monotonic.
         wall_clock: Unix seconds, for the heartbeat and the reports.
@@ -225,16 +226,15 @@ class Drain:
                     self._on_idle()
 
     def _poll_config(self) -> None:
-        if self._watcher is None:
-            return
-        config = self._watcher.poll()
-        if config is None:
-            return
+        if self._watcher is not None:
+            self._watcher.poll(self._take_over)
+
+    def _take_over(self, config: CanaryConfig) -> None:
+        if self._on_config is not None:
+            self._on_config(config)
         self._policy.apply(config)
         self._reporter.apply(config)
         self._metrics.settings(config)
-        if self._on_config is not None:
-            self._on_config(config)
 
     def _poll_ring(self, ring: RingReader) -> None:
         batch = ring.read()

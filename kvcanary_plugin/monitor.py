@@ -405,14 +405,14 @@ class CanaryMonitor:
                 self.history.record_prompt(requests)
 
     def reconfigure(self, config: CanaryConfig) -> None:
-        """Take over settings that may change while the engine serves."""
+        """Take over settings that may change while serving; what fails changes nothing."""
+        if self.history is None and self._needs_history(config):
+            # Tokens of requests already running are not known; the table fills as they arrive.
+            # First, since the device may have no room for it.
+            self.history = self._make_history(self.guards[0].group)
         if config.scrub != self._config.scrub:
             self.scrubber.reconfigure(config.scrub)
         self._config = config
-        if self.history is None and self._needs_history(config):
-            # Tokens of requests already running are not known; the table fills as they arrive.
-            # Last, since the device may have no room for it: all other settings hold then.
-            self.history = self._make_history(self.guards[0].group)
 
     @property
     def config(self) -> CanaryConfig:

@@ -38,8 +38,8 @@ or an empty text unsets a setting that may be unset. A `KVCANARY_` variable that
 an error.
 
 **While the engine serves** the file is looked at once a second. Settings marked *yes* under
-"while serving" are taken over when it changes. A file that does not load, or that changes any other
-setting, is refused as a whole: the reason is logged,
+"while serving" are taken over when it changes. A file that does not load, that changes any other
+setting, or for whose settings the device has no room, is refused as a whole: the reason is logged,
 `kvcanary_config_reloads_total{{result="refused"}}` counts it, and the settings in force stay.
 """
 

@@ -26,9 +26,9 @@ FileState = tuple[int, int, int] | None
 class ConfigWatcher:
     """Holds the settings in force and takes new ones from the file when it changes.
 
-    Only settings that the model declares reloadable may differ. Anything else, and a file that
-    does not load, is refused: logged and counted once per state of the file, and ``current``
-    stays. Safe to call from several threads.
+    Only settings that the model declares reloadable may differ. Anything else, a file that does
+    not load, and settings that whoever uses them cannot take over, are refused: logged and counted
+    once per state of the file, and ``current`` stays. Safe to call from several threads.
 
     Args:
         path: the file that ``config`` was loaded from.
@@ -64,41 +64,51 @@ class ConfigWatcher:
         """The settings in force."""
         return self._current
 
-    def poll(self) -> CanaryConfig | None:
-        """New settings if the file changed and was accepted, else None. Cheap; never raises
-        :class:`ConfigError`."""
+    def poll(self, take_over: Callable[[CanaryConfig], None]) -> None:
+        """If the file has changed, hand its settings to ``take_over``; cheap if it has not.
+
+        What ``take_over`` raises refuses the settings, and is raised; it leaves things as they were
+        then. Never raises :class:`ConfigError`.
+        """
         with self._lock:
             now = self._clock()
             if now < self._next_check:
-                return None
+                return
             self._next_check = now + self._check_interval_seconds
             state = self._look()
             if state == self._file_state:
-                return None
+                return
             self._file_state = state
-            return self._reload()
+            self._reload(take_over)
 
-    def _reload(self) -> CanaryConfig | None:
+    def _reload(self, take_over: Callable[[CanaryConfig], None]) -> None:
         try:
             config = load_config(self._path, self._environ)
             _refuse_fixed_changes(self._current, config, self._path)
         except ConfigError as error:
-            problems = "; and ".join(str(problem) for problem in error.problems)
-            # One line: who looks for "kvcanary:" in the log sees every field.
-            logger.error(
-                "kvcanary: %s was not taken over, the settings in force stay: %s",
-                self._path,
-                problems,
-            )
-            self._on_result("refused")
-            return None
+            self._refuse("; and ".join(str(problem) for problem in error.problems))
+            return
         changes = _changes(self._current, config)
+        if changes:
+            try:
+                take_over(config)
+            except Exception as error:
+                self._refuse(f"{', '.join(changes)}: {type(error).__name__}: {error}")
+                raise
         self._current = config
         logger.info(
             "kvcanary: %s was taken over: %s", self._path, ", ".join(changes) or "nothing changed"
         )
         self._on_result("ok")
-        return config if changes else None
+
+    def _refuse(self, reason: str) -> None:
+        # One line: who looks for "kvcanary:" in the log sees every field.
+        logger.error(
+            "kvcanary: %s was not taken over, the settings in force stay: %s",
+            self._path,
+            " ".join(reason.split()),
+        )
+        self._on_result("refused")
 
     def _look(self) -> FileState:
         try:

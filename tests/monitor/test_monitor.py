@@ -121,18 +121,18 @@ def test_the_write_input_assert_is_a_switch_that_works_while_serving():
     assert found(world.forward(again)) == {("write_input", slot) for slot in again.slots}
 
 
-def test_without_room_for_the_token_history_all_other_settings_are_taken_over(monkeypatch):
-    world = World(
-        config=checking_everything(mode="off", write_input_assert=False, checks={"token": False})
-    )
+def test_without_room_for_the_token_history_no_setting_is_taken_over(monkeypatch):
+    before = checking_everything(write_input_assert=False, checks={"token": False})
+    world = World(config=before)
 
     def no_room(group: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(world.monitor, "_make_history", no_room)
-    with pytest.raises(torch.OutOfMemoryError):
-        world.monitor.reconfigure(checking_everything(checks={"token": False}))
-    assert world.monitor.config.mode == "log"
+    with monkeypatch.context() as patched:
+        patched.setattr(world.monitor, "_make_history", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            world.monitor.reconfigure(checking_everything(mode="off", checks={"token": False}))
+    assert world.monitor.config is before
     part = Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS)
     assert world.forward(part) == []
     world.bytes_of(world.full_kv[0], 9)[0] ^= 1

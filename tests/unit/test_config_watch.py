@@ -32,7 +32,13 @@ class Watched:
 
     def poll_later(self) -> CanaryConfig | None:
         self.now += 1.0
-        return self.watcher.poll()
+        return self.poll()
+
+    def poll(self) -> CanaryConfig | None:
+        """The settings that were handed over, if any were."""
+        taken_over: list[CanaryConfig] = []
+        self.watcher.poll(taken_over.append)
+        return taken_over[0] if taken_over else None
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def watched(tmp_path: Path) -> Watched:
     path = tmp_path / "canary.yaml"
     path.write_text("mode: log\n")
     watched = Watched(path)
-    assert watched.watcher.poll() is None
+    assert watched.poll() is None
     return watched
 
 
@@ -76,9 +82,9 @@ def test_file_is_looked_at_no_more_than_once_a_second(watched: Watched) -> None:
     watched.poll_later()
     watched.path.write_text("mode: off\n")
     watched.now += 0.9
-    assert watched.watcher.poll() is None
+    assert watched.poll() is None
     watched.now += 0.1
-    assert watched.watcher.poll() is not None
+    assert watched.poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,28 @@ def test_change_that_needs_a_restart_is_refused_as_a_whole(
     assert watched.watcher.current.mode == "log"
     assert watched.results == ["refused"]
     assert "ring.capacity got 128; allowed: 16384 until the next start" in caplog.text
+
+
+def test_what_cannot_be_taken_over_is_refused_and_the_old_settings_stay(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(_config: CanaryConfig) -> None:
+        raise MemoryError("no room\nfor it")
+
+    watched.path.write_text("write_input_assert: true\n")
+    watched.now += 1.0
+    with pytest.raises(MemoryError):
+        watched.watcher.poll(no_room)
+    assert watched.poll_later() is None, "once per state of the file"
+    assert not watched.watcher.current.write_input_assert
+    assert watched.results == ["refused"]
+    (message,) = caplog.messages
+    assert message == (
+        f"kvcanary: {watched.path} was not taken over, the settings in force stay:"
+        " write_input_assert false -> true: MemoryError: no room for it"
+    )
+    assert watched.change_to("write_input_assert: true  # again\n") is not None
+    assert watched.results == ["refused", "ok"]
 
 
 def test_good_file_after_a_bad_one_is_taken_over(watched: Watched) -> None:

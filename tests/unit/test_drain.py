@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvcanary_plugin.config import ConfigWatcher, load_config
+from kvcanary_plugin.config import CanaryConfig, ConfigWatcher, load_config
 from kvcanary_plugin.drain import CounterReading, Drain, GroupCounters
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
 from kvcanary_plugin.incidents import MAX_OPEN, QUIET_SECONDS
@@ -61,6 +61,7 @@ class Harness:
         self.clock = 0.0
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self.configs: list[str] = []
+        self.has_no_room = False
         self.watcher = (
             ConfigWatcher(
                 watch,
@@ -87,10 +88,15 @@ class Harness:
             ),
             forward_counts=self.forward_counts,
             watcher=self.watcher,
-            on_config=lambda config: self.configs.append(config.mode),
+            on_config=self.on_config,
             clock=lambda: self.clock,
             wall_clock=lambda: self.now,
         )
+
+    def on_config(self, config: CanaryConfig) -> None:
+        if self.has_no_room:
+            raise MemoryError("no room")
+        self.configs.append(config.mode)
 
 
 @pytest.fixture
@@ -408,6 +414,27 @@ def test_bad_file_while_serving_is_counted_and_changes_nothing(
     assert sample("kvcanary_mode", mode="log") == 1
     assert sample("kvcanary_config_reloads_total", result="refused") == 1
     assert sample("kvcanary_config_reloads_total", result="ok") == 0
+
+
+def test_settings_that_the_monitor_cannot_take_over_are_refused_and_in_force_nowhere(
+    make_drain: Callable[..., Harness], tmp_path: Path, sample: Callable[..., float]
+) -> None:
+    path = tmp_path / "canary.yaml"
+    path.write_text("mode: log\n")
+    harness = make_drain(watch=path)
+    harness.has_no_room = True
+    path.write_text("mode: raise\nwrite_input_assert: true\n")
+    harness.drain.flush()
+    assert not harness.policy.stops_the_engine
+    assert sample("kvcanary_mode", mode="log") == 1
+    assert sample("kvcanary_config_reloads_total", result="ok") == 0
+    assert sample("kvcanary_config_reloads_total", result="refused") == 1
+    assert sample("kvcanary_internal_errors_total", where="config") == 1
+    harness.has_no_room = False
+    path.write_text("mode: raise\nwrite_input_assert: true  # there is room now\n")
+    harness.drain.flush()
+    assert harness.policy.stops_the_engine
+    assert sample("kvcanary_config_reloads_total", result="ok") == 1
 
 
 # --- errors inside ----------------------------------------------------------------------------
