@@ -61,6 +61,7 @@ GROUP_STATE: Final = "kvcanary_group_state"
 MODE: Final = "kvcanary_mode"
 CHECK_ENABLED: Final = "kvcanary_check_enabled"
 CHECK_SUPPORTED: Final = "kvcanary_check_supported"
+WRITE_INPUT_ASSERT: Final = "kvcanary_write_input_assert_enabled"
 EXTERNAL_SLOTS: Final = "kvcanary_external_slots"
 SCRUB_CYCLE: Final = "kvcanary_scrub_cycle_seconds"
 SCRUB_OLDEST: Final = "kvcanary_scrub_oldest_unchecked_seconds"
@@ -168,6 +169,11 @@ METRICS: Final = (
         kind="gauge",
         help="1 where the engine delivers what a check needs for a group, 0 where it cannot work.",
         labels=("check", "group"),
+    ),
+    Metric(
+        name=WRITE_INPUT_ASSERT,
+        kind="gauge",
+        help="1 while inputs are compared with the scheduler's values (write_input_assert).",
     ),
     Metric(
         name=EXTERNAL_SLOTS,
@@ -363,12 +369,13 @@ class CanaryMetrics:
             self._child(GROUP_STATE, group, name).set(name == state)
 
     def settings(self, config: CanaryConfig) -> None:
-        """Shows mode and checks in force; in mode off no check is."""
+        """Shows mode, checks and write-input assert in force; in mode off none of them is."""
         for mode in get_args(Mode):
             self._child(MODE, mode).set(mode == config.mode)
         for check in CHECK_NAMES:
             enabled = config.mode != "off" and getattr(config.checks, check)
             self._child(CHECK_ENABLED, check).set(enabled)
+        self._child(WRITE_INPUT_ASSERT).set(config.mode != "off" and config.write_input_assert)
 
     def external_slots(self, group: str, count: int) -> None:
         """Sets how many live slots of the group were adopted."""

@@ -68,6 +68,8 @@ class RankStatus:
         slots: verified, written, sealed, scrubbed.
         violations: by check, those above zero.
         checks_off: checks that may not raise a violation.
+        write_input_assert: whether inputs are compared with the scheduler's values; None if the
+            server does not tell.
         checks_unsupported: by group, checks for which the engine does not deliver what they need.
         config_taken_over, config_refused: changes of the configuration file.
     """
@@ -82,6 +84,7 @@ class RankStatus:
     slots: dict[str, int]
     violations: dict[str, int]
     checks_off: list[str]
+    write_input_assert: bool | None
     checks_unsupported: dict[str, list[str]]
     ring_dropped: int
     internal_errors: dict[str, int]
@@ -258,6 +261,9 @@ def _rank_status(snapshot: MetricsSnapshot, rank: dict[str, str], now: float) ->
         },
         violations=violations,
         checks_off=sorted(k for k, v in by(metrics.CHECK_ENABLED, "check").items() if not v),
+        write_input_assert=next(
+            (bool(s.value) for s in snapshot.series(metrics.WRITE_INPUT_ASSERT, **rank)), None
+        ),
         checks_unsupported=_unsupported(snapshot, rank, groups),
         ring_dropped=ring_dropped,
         internal_errors={k: v for k, v in by(metrics.INTERNAL_ERRORS, "where").items() if v},
@@ -387,12 +393,18 @@ def _totals(ranks: Sequence[RankStatus]) -> list[tuple[str, str]]:
         ("forwards", listed(summed([rank.forwards for rank in ranks]), "none yet")),
         ("violations", listed(summed([rank.violations for rank in ranks]), "none")),
         ("checks off", ", ".join(off) or "none"),
+        ("input assert", _input_assert_as_text(ranks)),
         ("not supported", _unsupported_as_text(ranks)),
         ("rows dropped", str(sum(rank.ring_dropped for rank in ranks))),
         ("own errors", listed(summed([rank.internal_errors for rank in ranks]), "none")),
         ("config changes", f"{taken_over} taken over, {refused} refused"),
         ("version", "; ".join(versions)),
     ]
+
+
+def _input_assert_as_text(ranks: Sequence[RankStatus]) -> str:
+    shown = {True: "on", False: "off", None: "not shown"}
+    return ", ".join(sorted({shown[rank.write_input_assert] for rank in ranks}))
 
 
 def _unsupported_as_text(ranks: Sequence[RankStatus]) -> str:

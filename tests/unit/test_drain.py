@@ -391,13 +391,14 @@ def test_new_settings_reach_policy_log_metrics_and_monitor(
     path = tmp_path / "canary.yaml"
     path.write_text("mode: log\n")
     harness = make_drain(watch=path)
-    path.write_text("mode: raise\nlog: {max_reports_per_minute: 7}\n")
+    path.write_text("mode: raise\nwrite_input_assert: true\nlog: {max_reports_per_minute: 7}\n")
     harness.drain.flush()
     assert harness.policy.stops_the_engine
     assert harness.drain._reporter._log_limit.limit == 7
     assert harness.configs == ["raise"]
     assert sample("kvcanary_mode", mode="raise") == 1
     assert sample("kvcanary_mode", mode="log") == 0
+    assert sample("kvcanary_write_input_assert_enabled") == 1
     assert sample("kvcanary_config_reloads_total", result="ok") == 1
 
 
@@ -427,6 +428,7 @@ def test_settings_that_the_monitor_cannot_take_over_are_refused_and_in_force_now
     harness.drain.flush()
     assert not harness.policy.stops_the_engine
     assert sample("kvcanary_mode", mode="log") == 1
+    assert sample("kvcanary_write_input_assert_enabled") == 0
     assert sample("kvcanary_config_reloads_total", result="ok") == 0
     assert sample("kvcanary_config_reloads_total", result="refused") == 1
     assert sample("kvcanary_internal_errors_total", where="config") == 1

@@ -107,6 +107,7 @@ def test_every_series_exists_at_zero_from_the_start(registry: CollectorRegistry)
         "kvcanary_mode": 4,
         "kvcanary_check_enabled": len(CHECK_NAMES),
         "kvcanary_check_supported": len(CHECK_NAMES) * 2,
+        "kvcanary_write_input_assert_enabled": 1,
         "kvcanary_external_slots": 2,
         "kvcanary_scrub_cycle_seconds": 2,
         "kvcanary_scrub_oldest_unchecked_seconds": 2,
@@ -197,6 +198,18 @@ def test_a_canary_that_is_off_looks_different_from_a_clean_one(
     assert sample("kvcanary_mode", mode="log") == 0
     assert sample("kvcanary_mode", mode="off") == 1
     assert sample("kvcanary_check_enabled", check="chain") == 0
+
+
+def test_the_write_input_assert_is_shown_as_it_is_switched(
+    registry: CollectorRegistry, sample: Callable[..., float]
+) -> None:
+    metrics = make(registry)
+    for mode, switch, shown in (("log", "true", 1), ("log", "false", 0), ("off", "true", 0)):
+        variables = {"KVCANARY_MODE": mode, "KVCANARY_WRITE_INPUT_ASSERT": switch}
+        metrics.settings(load_config(None, variables))
+        assert sample("kvcanary_write_input_assert_enabled") == shown
+        # Positions are compared with one another whatever the switch says.
+        assert sample("kvcanary_check_enabled", check="write_input") == (mode != "off")
 
 
 def test_two_ranks_on_one_registry_have_series_of_their_own(registry: CollectorRegistry) -> None:

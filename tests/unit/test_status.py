@@ -94,6 +94,7 @@ def test_a_server_that_is_checked_is_guarded(
     assert rank["groups"] == {"full": "guarded"}
     assert rank["last_check_age_seconds"] < 5
     assert rank["checks_off"] == ["token"]
+    assert rank["write_input_assert"] is False
     assert (rank["mode"], rank["version"], rank["backend"]) == ("log", "1.2.3", "cpu")
 
 
@@ -112,6 +113,18 @@ def test_the_text_has_a_line_for_each_rank_and_the_totals(
     assert lines[5].startswith("sglang tp0 pp0 dp1")
     assert lines[7] == "slots          1400 verified, 120 written"
     assert len(lines) <= 24
+
+
+def test_the_write_input_assert_is_shown_once_it_is_on(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [server.rank(0), server.rank(1)]
+    for switched, shown in (((), "off"), (ranks[:1], "off, on"), (ranks, "on")):
+        for rank in switched:
+            rank.settings(CanaryConfig(write_input_assert=True))
+        main(["status", server.url])
+        assert f"input assert   {shown}\n" in capsys.readouterr().out
+    assert all(rank["write_input_assert"] for rank in ask(server, capsys)[1]["ranks"])
 
 
 def test_a_server_without_traffic_is_guarded_and_says_so(
