@@ -68,7 +68,7 @@ def test_speculation_guards_the_target_model(values: dict[str, Any], unguarded: 
     assert unsupported_feature(settings(**values)) is None
     (feature,) = features_in_use(settings(**values))
     assert feature.coverage is Coverage.COVERED
-    assert [name for name, _ in feature.unguarded] == unguarded
+    assert [group.name for group in feature.unguarded] == unguarded
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Session:
             unguarded += [UnguardedGroup(group.name, problem) for group in groups]
             groups = ()
         for feature in features_in_use(model_runner.server_args):
-            unguarded += [UnguardedGroup(name, reason) for name, reason in feature.unguarded]
+            unguarded += feature.unguarded
         self._canary = Canary(
             config=config,
             config_path=flag.config_path(),

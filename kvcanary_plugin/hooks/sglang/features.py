@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from kvcanary_plugin.canary import UnguardedGroup
 from kvcanary_plugin.hooks.sglang import versions
 
 _CHAINS_OR_TREES = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
@@ -15,9 +16,10 @@ _NGRAM = "NGRAM"
 # Pools whose bytes the hierarchical cache moves in one piece for each group.
 _IN_ONE_PIECE = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"})
 
-_DRAFT = (
+_DRAFT = UnguardedGroup(
+    "draft",
     "the draft worker writes its pool step by step in graphs of its own; K/V that is wrong there"
-    " costs accepted drafts, never a token of the output"
+    " costs accepted drafts, never a token of the output",
 )
 
 
@@ -39,7 +41,7 @@ class Feature:
         coverage: what becomes of the slots that it fills. Under an unsupported feature nothing is
             guarded, because a canary that misses writes would alarm on slots that are fine.
         note: what is done, or why it is not.
-        unguarded: (group, reason) of what stays unguarded beside the rest.
+        unguarded: what stays unguarded beside the rest.
         hooks: what has to exist in the engine beside the targets that every server needs.
         pools: classes of pools that it works with; None for all.
     """
@@ -48,7 +50,7 @@ class Feature:
     is_on: Callable[[Any], bool]
     coverage: Coverage
     note: str
-    unguarded: tuple[tuple[str, str], ...] = ()
+    unguarded: tuple[UnguardedGroup, ...] = ()
     hooks: tuple[str, ...] = ()
     pools: frozenset[str] | None = None
 
@@ -104,7 +106,7 @@ FEATURES: tuple[Feature, ...] = (
         _speculates(*_CHAINS_OR_TREES),
         Coverage.COVERED,
         "the target model's slots, chains and trees of drafts; not those of the draft model",
-        unguarded=(("draft", _DRAFT),),
+        unguarded=(_DRAFT,),
         hooks=(versions.KEEP_DRAFTS,),
     ),
     Feature(
