@@ -12,6 +12,7 @@ requests one behind the other, ``sum(extend_lens)`` entries, and then padding no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,7 +56,10 @@ class HostTokens:
         request_row: its row in the page table.
         request_uid: its uid.
         prefix_len: tokens of it whose K/V existed before this forward.
-        tokens: int64 [prefix_len + extend], the request's own tokens from position 0 on.
+        num_tokens: prefix_len + extend.
+        source: int64 [num_tokens or more], the request's own tokens from position 0 on, or what
+            makes them: an engine's list of numbers takes longer to convert than to launch a
+            forward, and only some checks look at it.
         identity_key: its identity key, 0 for none.
     """
 
@@ -63,8 +67,15 @@ class HostTokens:
     request_row: int
     request_uid: int
     prefix_len: int
-    tokens: Int64Array
+    num_tokens: int
+    source: Int64Array | Callable[[], Int64Array]
     identity_key: int = 0
+
+    @property
+    def tokens(self) -> Int64Array:
+        """int64 [num_tokens], the request's own tokens from position 0 on."""
+        tokens = self.source() if callable(self.source) else self.source
+        return tokens[: self.num_tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,6 +128,13 @@ class ForwardStep:
     moved_rows: tuple[Int64Array, Int64Array] | None = None
     drafts_a_tree: bool = False
     rows_trade_places: bool = False
+
+    @property
+    def longest_extend(self) -> int:
+        """Host-side upper bound of ``extend_lens``."""
+        if self.host_extend_lens is not None:
+            return int(self.host_extend_lens.max(initial=0))
+        return int(self.input_ids.shape[0])
 
     @property
     def batch_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Keeps the engine's forwards and the canary's own work on an idle engine apart."""
+"""Keeps the engine's forwards and the canary's own work apart, on an idle engine and beside one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kvcanary_plugin.kernels import join_writes
+
 
 class EngineGate:
     """One side at a time: the engine, from the start of a forward to its end, or an idle turn.
@@ -18,6 +20,9 @@ class EngineGate:
     does not take place while the engine is inside or while the device still works on what the
     engine launched. An idle turn ends only when the device has done it, so that nothing on a
     device overlaps either. Whatever changes records or slot states goes through here.
+
+    Writes that are launched beside a forward run while it does. Whoever comes next, the end of the
+    forward or somebody else, waits for them on their stream.
 
     Args:
         device: device of the records.
@@ -35,14 +40,21 @@ class EngineGate:
         cuda: Any = torch.cuda if device.type == "cuda" else None
         self._launched = cuda.Event() if cuda is not None else None
         self._idle_stream = cuda.Stream(device) if cuda is not None else None
+        self._has_branch = False
 
     def engine_enters(self) -> None:
         """A forward begins. One that was never left (it failed) is begun again."""
         with self._lock:
             self._engine_is_inside = True
+            self.join_branch()
+
+    def branch_begins(self) -> None:
+        """Writes follow that are launched beside the forward (``launch_canary_write_kernel``)."""
+        self._has_branch = True
 
     def engine_leaves(self) -> None:
         """A forward, all of it, has been launched on the current stream."""
+        self.join_branch()
         if self._launched is not None:
             self._launched.record()
         with self._lock:
@@ -58,9 +70,15 @@ class EngineGate:
         with self._lock:
             if self._launched is not None:
                 self._launched.wait()
+            self._wait_for_branch()  # the forward itself may be on another stream: it waits as well
             yield
             if self._launched is not None:
                 self._launched.record()
+
+    def join_branch(self) -> None:
+        """The forward's stream goes on once the writes beside the forward are done."""
+        self._wait_for_branch()
+        self._has_branch = False
 
     def engine_left_before(self, seconds: float) -> bool:
         """Whether at least one forward has been and none for that long."""
@@ -84,6 +102,10 @@ class EngineGate:
                 self._idle_stream.synchronize()
         finally:
             self._lock.release()
+
+    def _wait_for_branch(self) -> None:
+        if self._has_branch:
+            join_writes(self._device)
 
     def _device_is_done(self) -> bool:
         return self._launched is None or bool(self._launched.query())

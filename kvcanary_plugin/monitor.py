@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -58,6 +58,7 @@ from kvcanary_plugin.oracle import TokenHistory
 from kvcanary_plugin.recorder import FlightRecorder
 from kvcanary_plugin.reverify import Reverifier
 from kvcanary_plugin.scrub import Scrubber
+from kvcanary_plugin.step_copy import StepCopy, copy_of
 from kvcanary_plugin.stores import StoreWatch
 from kvcanary_plugin.violations import KVCanaryViolationError
 
@@ -65,6 +66,9 @@ logger = logging.getLogger(__name__)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 HostKnowledge = tuple[Pair | None, Pair | None]
+
+# From so many tokens of one request on, the write runs beside the forward.
+_LONG_EXTEND = 256
 
 
 class CanaryMonitor:
@@ -134,6 +138,7 @@ class CanaryMonitor:
         self.forward_counts: Counter[tuple[ForwardKind, ForwardResult]] = Counter()
         self._prefix_hasher = PrefixHasher()
         self._step: ForwardStep | None = None
+        self._copy: StepCopy | None = None  # of this forward's arrays; held until it is over
         self._tree: ForwardStep | None = None  # the last forward, if its drafts are a tree
         self._result = ForwardResult.UNCHECKED
 
@@ -156,29 +161,30 @@ class CanaryMonitor:
             self.scrubber.step_begins()
             self.reverifier.sample(self._reverified_share)
             events = [self._take_events(guard) for guard in self.guards]
-            self._record(step)
+            self._copy = self._record(step)
             self._learn_prompts(step)
-            known: dict[int, HostKnowledge] = {}  # by the token offset of the groups
+            known = {
+                offset: self._host_knowledge(step, offset)
+                for offset in {guard.group.token_offset for guard in self.guards}
+            }
             for guard, out_cache_loc, happened in zip(
                 self.guards, step.out_cache_loc, events, strict=True
             ):
-                offset = guard.group.token_offset
-                if offset not in known:
-                    known[offset] = self._host_knowledge(step, offset)
-                expected, prefix_hashes = known[offset]
+                _, prefix_hashes = known[guard.group.token_offset]
                 reads = self._reads(guard, step, prefix_hashes)
                 self._apply_lifecycle_events(guard, reads, out_cache_loc, happened, step)
                 self._verify(guard, reads, step)
                 self.reverifier.keep(guard, reads)
                 if self.reverifier.is_sampled:
                     self.stores.keep(guard, out_cache_loc)
-                self._write(guard, out_cache_loc, expected, step)
+            self._write_all(step, {offset: inputs for offset, (inputs, _) in known.items()})
 
     def after_forward(self) -> None:
         """Steps 5 to 7: everything that has to happen once the engine's forward is launched."""
         step, self._step = self._step, None
         if step is not None and self.blind_because is None:
             with self.guard_errors("launch"):
+                self._gate.join_branch()
                 for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
                     self._seal(guard, out_cache_loc, step)
                     self.stores.look(guard)
@@ -421,13 +427,14 @@ class CanaryMonitor:
 
     # --- the steps ------------------------------------------------------------------------------
 
-    def _record(self, step: ForwardStep) -> None:
+    def _record(self, step: ForwardStep) -> StepCopy | None:
         """Keep the step for reports; what fails here costs reports and no check."""
         try:
-            self.recorder.record(step)
+            return self.recorder.record(step)
         except Exception as error:
             self.recorder.stop()
             self._on_error("recorder", error)
+            return None
 
     def _apply_lifecycle_events(
         self,
@@ -454,12 +461,30 @@ class CanaryMonitor:
             context=guard.context(LaunchTag.VERIFY), reads=reads, step=step.step
         )
 
+    def _write_all(self, step: ForwardStep, expected: Mapping[int, Pair | None]) -> None:
+        """The records of this step; ``expected`` inputs by the token offset of the groups."""
+        is_long = step.longest_extend >= _LONG_EXTEND
+        if not is_long or self._config.write_input_assert:
+            for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
+                self._write(guard, out_cache_loc, expected[guard.group.token_offset], step)
+            return
+        # A request's chain is serial, a tenth of a microsecond a token: the forward need not wait.
+        if self._copy is None:
+            self._copy = copy_of(step)
+        input_ids, positions, slots = self._copy.by_token()
+        copy = replace(step, input_ids=input_ids, positions=positions, out_cache_loc=slots)
+        self._gate.branch_begins()
+        for guard, out_cache_loc in zip(self.guards, slots, strict=True):
+            self._write(guard, out_cache_loc, None, copy, beside=True)
+
     def _write(
         self,
         guard: GroupGuard,
         out_cache_loc: torch.Tensor,
         expected: Pair | None,
         step: ForwardStep,
+        *,
+        beside: bool = False,
     ) -> None:
         tokens, positions = expected if expected is not None else (None, None)
         is_chain = not step.drafts_a_tree
@@ -473,6 +498,7 @@ class CanaryMonitor:
             expected_input_tokens=tokens,
             expected_input_positions=positions,
             step=step.step,
+            beside=beside,
         )
 
     def _seal(self, guard: GroupGuard, out_cache_loc: torch.Tensor, step: ForwardStep) -> None:
@@ -583,8 +609,7 @@ class CanaryMonitor:
         admitted = [
             request
             for request in step.host_tokens
-            if request.prefix_len > 0
-            and request.tokens.shape[0] >= request.prefix_len + token_offset
+            if request.prefix_len > 0 and request.num_tokens >= request.prefix_len + token_offset
         ]
         if not admitted:
             return None

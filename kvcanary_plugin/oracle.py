@@ -68,7 +68,7 @@ class TokenHistory:
                 self._uid_of_row[row] = request.request_uid
                 self._tokens[row].fill_(NOT_KNOWN)
                 self._stored_len[row] = self._stored[row] = 0
-            start, end = self._stored_len[row], request.tokens.shape[0]
+            start, end = self._stored_len[row], request.num_tokens
             if start < end:
                 chunk = torch.from_numpy(_as_int32(request.tokens[start:end]))
                 self._tokens[row, start:end].copy_(chunk, non_blocking=True)
@@ -81,7 +81,7 @@ class TokenHistory:
         stored_len = self._stored_len.get(row, 0)
         return (
             self._uid_of_row.get(row) == request.request_uid
-            and stored_len <= request.tokens.shape[0]
+            and stored_len <= request.num_tokens
             and self._fingerprint.of(request.tokens[:stored_len]) == self._stored[row]
         )
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens, Int64Array
-from kvcanary_plugin.kernels import concatenate_integers
 from kvcanary_plugin.kernels.consts import UNKNOWN, EventKind
+from kvcanary_plugin.step_copy import StepCopy, copy_of
 
 # What all kept forwards may take together, on the device and on the host; the oldest go first.
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -98,22 +98,22 @@ class _PendingEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """One forward as it is kept: its arrays in one device buffer."""
+    """One forward as it is kept."""
 
     step: int
     kind: ForwardKind
-    integers: torch.Tensor  # int64
-    sizes: tuple[int, ...]  # of each array, in order
-    has_keys: bool
+    copy: StepCopy
+    tokens: int  # without padding
     host_tokens: tuple[HostTokens, ...]
     events: tuple[_PendingEvent, ...]
     num_bytes: int
 
     def fetch(self) -> RecordedForward:
-        integers = self.integers.cpu().numpy()
-        arrays = [array.copy() for array in np.split(integers, np.cumsum(self.sizes[:-1]))]
-        keys = arrays.pop() if self.has_keys else None
-        rows, uids, prefix_lens, extend_lens, input_ids, positions, *slots = arrays
+        integers = self.copy.integers.cpu().numpy()
+        arrays = [array.copy() for array in np.split(integers, np.cumsum(self.copy.sizes[:-1]))]
+        keys = arrays.pop() if self.copy.has_keys else None
+        rows, uids, prefix_lens, extend_lens, *by_token = arrays
+        input_ids, positions, *slots = (array[: self.tokens] for array in by_token)
         return RecordedForward(
             step=self.step,
             kind=self.kind,
@@ -168,39 +168,25 @@ class FlightRecorder:
             self._frames.clear()
             self._num_bytes = 0
 
-    def record(self, step: ForwardStep) -> None:
-        """Keep ``step`` before anything of it is launched: one launch, no synchronisation."""
+    def record(self, step: ForwardStep) -> StepCopy | None:
+        """Keep ``step`` before anything of it is launched: one launch, no synchronisation.
+
+        Returns the copy that it keeps; None when it keeps nothing.
+        """
         if not self.is_on:
-            return
+            return None
+        copy = copy_of(step)
         extend = step.host_extend_lens
-        present = step.input_ids.shape[0]
-        tokens = int(extend.sum()) if extend is not None else present
-        by_token = (step.input_ids, step.positions, *step.out_cache_loc)
-        if tokens != present:
-            by_token = tuple(array[:tokens] for array in by_token)
-        # In the order in which _Frame.fetch takes them apart.
-        arrays = (
-            step.request_rows,
-            step.request_uids,
-            step.prefix_lens,
-            step.extend_lens,
-            *by_token,
-            *((step.identity_keys,) if step.identity_keys is not None else ()),
-        )
-        sizes = tuple(array.shape[0] for array in arrays)
-        integers = torch.empty(sum(sizes), dtype=torch.int64, device=step.request_rows.device)
-        concatenate_integers(arrays=arrays, output=integers)
-        host_bytes = sum(request.tokens.nbytes for request in step.host_tokens)
+        host_bytes = 8 * sum(request.num_tokens for request in step.host_tokens)
         events, self._pending = tuple(self._pending), deque(maxlen=_MAX_PENDING_EVENTS)
         frame = _Frame(
             step.step,
             step.kind,
-            integers,
-            sizes,
-            step.identity_keys is not None,
+            copy,
+            int(extend.sum()) if extend is not None else step.input_ids.shape[0],
             step.host_tokens,
             events,
-            8 * integers.shape[0] + host_bytes + sum(_bytes_of(event) for event in events),
+            8 * copy.integers.shape[0] + host_bytes + sum(_bytes_of(event) for event in events),
         )
         with self._lock:
             self._frames.append(frame)
@@ -209,6 +195,7 @@ class FlightRecorder:
                 self._num_bytes > self._max_bytes and len(self._frames) > 1
             ):
                 self._num_bytes -= self._frames.popleft().num_bytes
+        return copy
 
     def record_event(
         self,

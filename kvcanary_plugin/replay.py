@@ -769,7 +769,8 @@ class _Run:
             request_row=self._row(part.uid, part.request_row),
             request_uid=part.uid,
             prefix_len=min(prefix, len(tokens)),
-            tokens=np.array(tokens, dtype=np.int64),
+            num_tokens=len(tokens),
+            source=np.array(tokens, dtype=np.int64),
             identity_key=part.identity_key,
         )
 

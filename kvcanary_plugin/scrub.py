@@ -230,7 +230,7 @@ class Scrubber:
     def step_begins(self) -> None:
         """A forward begins: what the time of a step is counted from."""
         self._step_began_at = self._clock()
-        if self._timer is not None:
+        if self._timer is not None and not self._budget.is_off:
             self._timer.step_begins()
 
     def after_forward(self, step: int) -> None:

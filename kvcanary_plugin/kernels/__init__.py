@@ -69,7 +69,7 @@ from kvcanary_plugin.kernels.verify_ref import (
     launch_canary_table_verify_kernel_torch_reference,
     launch_canary_verify_kernel_torch_reference,
 )
-from kvcanary_plugin.kernels.write import launch_canary_write_kernel
+from kvcanary_plugin.kernels.write import join_writes, launch_canary_write_kernel
 from kvcanary_plugin.kernels.write_ref import launch_canary_write_kernel_torch_reference
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "chain_hash_reference",
     "concatenate_integers",
     "concatenate_integers_torch_reference",
+    "join_writes",
     "launch_canary_compare_tables_kernel",
     "launch_canary_compare_tables_kernel_torch_reference",
     "launch_canary_plan_kernels",

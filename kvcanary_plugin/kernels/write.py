@@ -11,7 +11,7 @@ from kvcanary_plugin.kernels.inputs import WritePlan
 from kvcanary_plugin.kernels.packing import packed
 from kvcanary_plugin.kernels.write_ref import launch_canary_write_kernel_torch_reference
 
-__all__ = ["WritePlan", "launch_canary_write_kernel"]
+__all__ = ["WritePlan", "join_writes", "launch_canary_write_kernel"]
 
 
 def launch_canary_write_kernel(
@@ -25,6 +25,7 @@ def launch_canary_write_kernel(
     expected_input_tokens: torch.Tensor | None,
     expected_input_positions: torch.Tensor | None,
     step: int = -1,
+    beside: bool = False,
 ) -> None:
     """Store (token, position, running chain hash, real-KV hash) for every entry of the plan.
 
@@ -53,6 +54,9 @@ def launch_canary_write_kernel(
         expected_input_tokens: int32 or int64 [n] with the assert, None without.
         expected_input_positions: int32 or int64 [n] with the assert, None without.
         step: number of this forward, for provenance and violation rows; -1 unknown.
+        beside: whether what is launched on the current stream from here on need not wait for the
+            write, which follows what was launched before. Until :func:`join_writes` nobody may
+            change what it reads, nor read what it writes. On a CPU it is done at once.
 
     ValueError when an argument is missing, or has a wrong shape, dtype or device, or is not
     contiguous.
@@ -79,6 +83,7 @@ def launch_canary_write_kernel(
             expected_input_tokens=expected_input_tokens,
             expected_input_positions=expected_input_positions,
             step=step,
+            beside=beside,
         )
         return
     try:
@@ -95,6 +100,7 @@ def launch_canary_write_kernel(
             expected_input_tokens,
             expected_input_positions,
             step,
+            beside,
         )
     except Exception:
         check_write(
@@ -108,3 +114,15 @@ def launch_canary_write_kernel(
             expected_input_positions=expected_input_positions,
         )
         raise
+
+
+def join_writes(device: torch.device) -> None:
+    """The current stream of ``device`` waits for all writes launched beside one of its streams.
+
+    Args:
+        device: the CPU, or a CUDA device with its index.
+    """
+    if device.type == "cuda":
+        kernels = kernels_for(device)
+        if kernels is not None:
+            kernels.canary_join_writes(device.index)

@@ -68,8 +68,12 @@ def launch_canary_write_kernel_torch_reference(
     expected_input_tokens: torch.Tensor | None,
     expected_input_positions: torch.Tensor | None,
     step: int = -1,
+    beside: bool = False,
 ) -> None:
-    """Reference of ``launch_canary_write_kernel``: same arguments, bytes, rows and errors."""
+    """Reference of ``launch_canary_write_kernel``: same arguments, bytes, rows and errors.
+
+    ``beside`` or not, it is done when it returns.
+    """
     packed(context)
     check_write(
         context=context,

@@ -650,6 +650,7 @@ def raw_write(context: VerifyOrWriteContext, **changes: Any) -> None:
         arguments["expected_input_tokens"],
         arguments["expected_input_positions"],
         1,
+        False,
     )
 
 

@@ -946,9 +946,8 @@ class SimulatedEngine:
                     request_row=part.row,
                     request_uid=part.request.uid,
                     prefix_len=part.prefix,
-                    tokens=np.array(
-                        part.request.tokens[: part.prefix + len(part.inputs)], dtype=np.int64
-                    ),
+                    num_tokens=part.prefix + len(part.inputs),
+                    source=np.array(part.request.tokens, dtype=np.int64),
                     identity_key=part.request.key,
                 )
                 for index, part in enumerate(parts)

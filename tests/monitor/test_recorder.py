@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary_plugin import recorder as recorder_module
+from kvcanary_plugin import step_copy
 from kvcanary_plugin.forward import ForwardKind, ForwardStep
 from kvcanary_plugin.incident_file import read_incidents
 from kvcanary_plugin.kernels import concatenate_integers
@@ -84,7 +84,7 @@ def test_one_launch_a_forward(monkeypatch: pytest.MonkeyPatch):
         launches.append(len(arrays))
         concatenate_integers(arrays=arrays, output=output)
 
-    monkeypatch.setattr(recorder_module, "concatenate_integers", concatenate)
+    monkeypatch.setattr(step_copy, "concatenate_integers", concatenate)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         recorder.record(step)
     computing = {"aten::cat", "aten::copy_", "aten::to", "aten::clone", "aten::fill_", "aten::item"}

@@ -113,7 +113,8 @@ class HybridEngine:
                     request_row=row,
                     request_uid=part.uid,
                     prefix_len=part.prefix,
-                    tokens=np.array(part.tokens),
+                    num_tokens=len(part.tokens),
+                    source=np.array(part.tokens),
                 )
                 for row, part in enumerate(parts)
                 if part.host_knows

@@ -173,7 +173,8 @@ class World:
                     request_row=part.row,
                     request_uid=part.uid,
                     prefix_len=part.prefix,
-                    tokens=np.array(part.tokens, dtype=np.int64),
+                    num_tokens=len(part.tokens),
+                    source=np.array(part.tokens, dtype=np.int64),
                     identity_key=part.identity_key,
                 )
                 for row, part in enumerate(parts)

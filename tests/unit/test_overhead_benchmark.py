@@ -91,11 +91,15 @@ def test_every_side_is_measured_as_often_and_begins_without_cached_prefixes(swit
         check_guarded=lambda: checks.append(switch.side),
     )
 
-    assert {len(values) for sides in samples.values() for values in sides.values()} == {2}
+    assert [
+        {len(values) for values in sides.values()} for name, sides in sorted(samples.items())
+    ] == [{2}, {2 * 14}], "between tokens once a repeat, the first token in many turns"
     assert len(checks) == 3, "after the warm-up and after each repeat"
     # Told of by the side that begins: the canary hears what is forgotten.
     warm_up, forwards, backwards = [OFF, ON, SCRUB], [OFF, ON, SCRUB], [SCRUB, ON, OFF]
-    assert engine.forgotten_on == warm_up + 2 * forwards + 2 * backwards
+    first = 7 * (forwards + backwards) + forwards
+    second = 7 * (backwards + forwards) + backwards
+    assert engine.forgotten_on == warm_up + first + second
 
 
 def test_time_that_is_up_ends_the_repeats(switch, monkeypatch):
@@ -122,11 +126,11 @@ def test_mixed_traffic_has_prompts_beyond_a_chunk_and_fits_the_context(switch):
     assert LOAD.long_prompt < max(engine.prompts) < LOAD.context
 
 
-def test_the_table_has_medians_and_the_differences_of_each_repeat():
+def test_the_table_has_medians_and_the_differences_of_the_pairs():
     table = as_table({"work": {"off": [10.0, 20.0], "on": [11.0, 20.0], "scrub": [10.0, 21.0]}})
 
-    assert "| work | 15.00 (10.00 - 20.00) | 15.50 | +3.33 % (+0.00 .. +10.00) |" in table
-    assert "| 15.50 | +3.33 % (+0.00 .. +5.00) | 2 |" in table
+    assert "| work | 15.00 (10.00 - 20.00) | 15.50 | +5.00 % (+0.00 .. +10.00) |" in table
+    assert "| 15.50 | +2.50 % (+0.00 .. +5.00) | 2 |" in table
 
 
 HEALTHY = """

@@ -319,13 +319,11 @@ class BatchTranslator:
     def prompts_of(self, requests: Sequence[Any]) -> tuple[HostTokens, ...]:
         """All tokens of scheduler requests whose prompts are in the pool already."""
         return tuple(
-            HostTokens(
+            self._host_tokens_of(
+                request,
                 batch_row=row,
-                request_row=request_row(request),
-                request_uid=self._uid_of(request),
                 prefix_len=len(own_tokens(request)) - 1,
-                tokens=np.frombuffer(own_tokens(request)[:], dtype=np.int64),
-                identity_key=self._identity_key_of(request),
+                num_tokens=len(own_tokens(request)),
             )
             for row, request in enumerate(requests)
         )
@@ -347,20 +345,31 @@ class BatchTranslator:
         if prefix is None or extend is None:
             return ()
         return tuple(
-            HostTokens(
+            self._host_tokens_of(
+                request,
                 batch_row=row,
-                request_row=request_row(request),
-                request_uid=self._uid_of(request),
                 prefix_len=int(prefix[row]),
-                tokens=np.frombuffer(
-                    own_tokens(request)[: int(prefix[row] + extend[row])], dtype=np.int64
-                ),
-                identity_key=self._identity_key_of(request),
+                num_tokens=int(prefix[row] + extend[row]),
             )
             for row, (request, computes_prompt) in enumerate(
                 zip(known.rows, known.computes_prompt, strict=False)
             )
             if computes_prompt
+        )
+
+    def _host_tokens_of(
+        self, request: Any, *, batch_row: int, prefix_len: int, num_tokens: int
+    ) -> HostTokens:
+        """A copy of the request's first tokens, as many of ``num_tokens`` as it has."""
+        tokens = np.frombuffer(own_tokens(request)[:num_tokens], dtype=np.int64)
+        return HostTokens(
+            batch_row=batch_row,
+            request_row=request_row(request),
+            request_uid=self._uid_of(request),
+            prefix_len=prefix_len,
+            num_tokens=tokens.shape[0],
+            source=tokens,
+            identity_key=self._identity_key_of(request),
         )
 
     def _empty_step(self) -> ForwardStep:

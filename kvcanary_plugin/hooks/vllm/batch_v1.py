@@ -5,7 +5,8 @@ The runner keeps its batch in persistent buffers; a request stands in the same r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,9 @@ class V1Translator:
             kind = (
                 ForwardKind.VERIFY
                 if scheduler_output.scheduled_spec_decode_tokens
-                else kind_of(prefilling=prefilling)
+                else kind_of(prefilling.tolist())
             )
-            rows = sorted({*np.flatnonzero(prefilling).tolist(), *change.entered})
+            rows = rows_to_tell_of(prefilling.tolist(), change.entered)
             prompts = tuple(self._host_tokens(batch, rows, computed, host_extend))
             input_ids = marked_inputs(
                 input_ids, media_parts(batch, rows, computed, host_extend), starts=starts
@@ -118,32 +119,49 @@ class V1Translator:
                 continue
             prefix = int(computed[row])
             end = min(prefix + int(extend[row]), int(inputs.num_tokens_no_spec[row]))
+            tokens = request.media.marked(inputs.token_ids_cpu[row, :end].astype(np.int64))
             yield host_tokens(
-                row=row,
-                request=request,
-                prefix=prefix,
-                tokens=inputs.token_ids_cpu[row, :end].astype(np.int64),
+                row=row, request=request, prefix=prefix, num_tokens=end, source=tokens
             )
 
 
-def kind_of(*, prefilling: Any) -> ForwardKind:
+def kind_of(prefilling: Sequence[bool]) -> ForwardKind:
     """Kind of a batch, by which of its requests still compute their prompt."""
-    if prefilling.all():
+    if all(prefilling):
         return ForwardKind.PREFILL
-    return ForwardKind.MIXED if prefilling.any() else ForwardKind.DECODE
+    return ForwardKind.MIXED if any(prefilling) else ForwardKind.DECODE
 
 
-def host_tokens(*, row: int, request: KnownRequest, prefix: int, tokens: Int64Array) -> HostTokens:
-    """The tokens of a request; an unknown one in its prefix leaves the identity check out."""
-    knows_prefix = prefix <= tokens.shape[0] and not (tokens[:prefix] < 0).any()
-    return HostTokens(
+def rows_to_tell_of(prefilling: Sequence[bool], entered: Sequence[int]) -> list[int]:
+    """Rows whose tokens the host tells: still computing their prompt, or new in the batch."""
+    new = set(entered)
+    return [row for row, computes in enumerate(prefilling) if computes or row in new]
+
+
+def host_tokens(
+    *,
+    row: int,
+    request: KnownRequest,
+    prefix: int,
+    num_tokens: int,
+    source: Int64Array | Callable[[], Int64Array],
+) -> HostTokens:
+    """The tokens of a request, with the marks of media.
+
+    An unknown one in its prefix leaves the identity check out.
+    """
+    known = HostTokens(
         batch_row=row,
         request_row=row,
         request_uid=request.uid,
-        prefix_len=prefix if knows_prefix else 0,
-        tokens=request.media.marked(tokens),
+        prefix_len=prefix,
+        num_tokens=num_tokens,
+        source=source,
         identity_key=request.key,
     )
+    if prefix == 0 or (prefix <= num_tokens and not (known.tokens[:prefix] < 0).any()):
+        return known
+    return replace(known, prefix_len=0)
 
 
 def media_parts(

@@ -14,7 +14,12 @@ import torch
 
 from kvcanary_plugin.forward import ForwardKind, ForwardStep, HostTokens
 from kvcanary_plugin.hooks.vllm import versions
-from kvcanary_plugin.hooks.vllm.batch_v1 import host_tokens, kind_of, media_parts
+from kvcanary_plugin.hooks.vllm.batch_v1 import (
+    host_tokens,
+    kind_of,
+    media_parts,
+    rows_to_tell_of,
+)
 from kvcanary_plugin.hooks.vllm.media import marked_inputs
 from kvcanary_plugin.hooks.vllm.pools import BlockTable, GuardedCaches
 from kvcanary_plugin.hooks.vllm.requests import Batch, RequestBook
@@ -83,8 +88,9 @@ class V2Translator:
         prompts: tuple[HostTokens, ...] = ()
         input_ids = batch.input_ids
         if change.entered or batch.is_prefilling_np.any():
-            kind = kind_of(prefilling=batch.is_prefilling_np)
-            rows = sorted({*np.flatnonzero(batch.is_prefilling_np).tolist(), *change.entered})
+            prefilling = batch.is_prefilling_np.tolist()
+            kind = kind_of(prefilling)
+            rows = rows_to_tell_of(prefilling, change.entered)
             prompts = tuple(self._host_tokens(members, rows, batch))
             input_ids = marked_inputs(
                 input_ids,
@@ -137,11 +143,13 @@ class V2Translator:
             if request is None or request.tokens is None:
                 continue
             prefix = int(batch.num_computed_tokens_np[row])
+            end = prefix + int(batch.num_scheduled_tokens[row])
             yield host_tokens(
                 row=row,
                 request=request,
                 prefix=prefix,
-                tokens=request.tokens[: prefix + int(batch.num_scheduled_tokens[row])],
+                num_tokens=min(end, request.tokens.num_tokens),
+                source=request.tokens.marked,
             )
 
     def _dummy_step(

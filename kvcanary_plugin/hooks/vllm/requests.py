@@ -23,6 +23,28 @@ CACHE_SALT = "_kvcanary_cache_salt"
 _UNKNOWN_UID = -1
 
 
+class AdmittedTokens:
+    """The tokens that a request was admitted with, converted when somebody asks for them.
+
+    Args:
+        tokens: those of the scheduler, which may append to them later.
+        media: what stands behind their placeholders.
+    """
+
+    def __init__(self, tokens: Sequence[int], media: Media) -> None:
+        self.num_tokens = len(tokens)
+        self._tokens = tokens
+        self._media = media
+        self._marked: Int64Array | None = None
+
+    def marked(self) -> Int64Array:
+        """int64 [num_tokens], with the marks of media."""
+        if self._marked is None:
+            tokens = np.asarray(self._tokens[: self.num_tokens], dtype=np.int64)
+            self._marked = self._media.marked(tokens)
+        return self._marked
+
+
 @dataclass(frozen=True, slots=True)
 class KnownRequest:
     """What stays with a request from its admission on.
@@ -30,13 +52,13 @@ class KnownRequest:
     Fields:
         uid: unique per admission; an id that a client uses again is another request.
         key: identity key, 0 for none.
-        tokens: int64 tokens it was admitted with, where the runner keeps none on the host.
+        tokens: what it was admitted with, where the runner keeps none on the host.
         media: what stands behind the placeholders of its prompt.
     """
 
     uid: int
     key: int
-    tokens: Int64Array | None
+    tokens: AdmittedTokens | None
     media: Media
 
 
@@ -122,14 +144,15 @@ class RequestBook:
 
     def _admit(self, admitted: Any) -> None:
         tokens = getattr(admitted, "prefill_token_ids", None) if self._keeps_tokens else None
+        media = media_of(
+            getattr(admitted, "mm_features", None),
+            prompt_len=len(getattr(admitted, "prompt_token_ids", None) or ()),
+        )
         request = KnownRequest(
             uid=self._next_uid,
             key=_key(admitted, getattr(admitted, CACHE_SALT, None)),
-            tokens=np.asarray(tokens, dtype=np.int64) if tokens is not None else None,
-            media=media_of(
-                getattr(admitted, "mm_features", None),
-                prompt_len=len(getattr(admitted, "prompt_token_ids", None) or ()),
-            ),
+            tokens=AdmittedTokens(tokens, media) if tokens is not None else None,
+            media=media,
         )
         self._next_uid += 1
         self._known[admitted.req_id] = request
@@ -139,19 +162,25 @@ class RequestBook:
     def _make(self, request_ids: list[str]) -> Batch:
         size = len(request_ids)
         requests = [self._known.get(request_id) for request_id in request_ids]
-        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        uids_and_keys = host.numpy()
-        for row, request in enumerate(requests):
-            uids_and_keys[0, row] = request.uid if request is not None else _UNKNOWN_UID
-            uids_and_keys[1, row] = request.key if request is not None else 0
-        on_device = host.to(self._device, non_blocking=True)
+        uids = [request.uid if request is not None else _UNKNOWN_UID for request in requests]
+        keys = [request.key if request is not None else 0 for request in requests]
+        before = self._batch
+        if before is not None and before.rows.shape[0] == size:
+            rows = before.rows
+        else:
+            rows = self._all_rows[:size]
         return Batch(
             request_ids=request_ids,
-            uids=on_device[0],
-            keys=on_device[1] if uids_and_keys[1].any() else None,
-            rows=self._all_rows[:size],
+            uids=self._on_device(uids),
+            keys=self._on_device(keys) if any(keys) else None,
+            rows=rows,
             requests=requests,
         )
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        """int64. From ordinary memory: so few bytes leave it before the call returns."""
+        host = torch.from_numpy(np.array(values, dtype=np.int64))
+        return host.to(self._device, non_blocking=True)
 
 
 def key_of_request(request: Any) -> int:

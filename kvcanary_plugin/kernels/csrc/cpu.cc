@@ -86,7 +86,7 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
                   TensorView num_valid_reqs, Optional<TensorView> request_uids,
                   Optional<TensorView> identity_keys, TensorView input_ids, TensorView positions,
                   TensorView out_cache_loc, Optional<TensorView> expected_tokens,
-                  Optional<TensorView> expected_positions, int64_t step) {
+                  Optional<TensorView> expected_positions, int64_t step, bool /*beside*/) {
   const Pool pool = pool_of(launch);
   const int64_t capacity = seed_slots.numel(), entries = input_ids.numel();
   const char* const seeds_name = "plan.write_seed_slot_indices";

@@ -21,12 +21,43 @@ namespace {
 
 // ---- the device --------------------------------------------------------------------------------
 
+constexpr int kMostDevices = 128;
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // reported here, so nobody else should trip over it
+  TVM_FFI_THROW(RuntimeError) << "kvcanary: " << what << " failed: " << cudaGetErrorName(error)
+                              << " (" << cudaGetErrorString(error) << ")";
+}
+
+// A second stream of a device, for launches that run beside what its current stream holds. Made
+// when first asked for, by the one thread that launches the engine's forwards, and never destroyed.
+struct Branch {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begins = nullptr, ends = nullptr;
+
+  // With `device_id` current.
+  static Branch& of(int device_id) {
+    static Branch branches[kMostDevices];
+    if (device_id < 0 || device_id >= kMostDevices) check_cuda(cudaErrorInvalidDevice, "a branch");
+    Branch& branch = branches[device_id];
+    if (branch.ends == nullptr) {
+      check_cuda(cudaStreamCreateWithFlags(&branch.stream, cudaStreamNonBlocking), "a stream");
+      check_cuda(cudaEventCreateWithFlags(&branch.begins, cudaEventDisableTiming), "an event");
+      check_cuda(cudaEventCreateWithFlags(&branch.ends, cudaEventDisableTiming), "an event");
+    }
+    return branch;
+  }
+};
+
 // Makes `device` current for its lifetime; work goes to the stream that tvm-ffi names for it.
 class OnDevice {
  public:
   explicit OnDevice(DLDevice device) : device_(device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device_.device_id) check(cudaSetDevice(device_.device_id), "cudaSetDevice");
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device_.device_id) {
+      check_cuda(cudaSetDevice(device_.device_id), "cudaSetDevice");
+    }
     stream_ = static_cast<cudaStream_t>(
         TVMFFIEnvGetStream(static_cast<int32_t>(kDLCUDA), device_.device_id));
   }
@@ -39,11 +70,26 @@ class OnDevice {
   template <typename... Parameters, typename... Arguments>
   void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
               const Arguments&... arguments) const {
-    const cudaError_t error = launch_kernel(kernel, grid, threads, stream_, arguments...);
-    if (error != cudaSuccess) {
-      cudaGetLastError();  // reported here, so nobody else should trip over it
-      fail(error, name);
-    }
+    check_cuda(launch_kernel(kernel, grid, threads, stream_, arguments...), name);
+  }
+
+  // What is launched from here on follows what the stream holds, and nothing waits for it.
+  void branch_off() {
+    Branch& branch = Branch::of(device_.device_id);
+    check_cuda(cudaEventRecord(branch.begins, stream_), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(branch.stream, branch.begins, 0), "cudaStreamWaitEvent");
+    stream_ = branch.stream;
+  }
+
+  // The end of what was launched since.
+  void end_branch() const {
+    check_cuda(cudaEventRecord(Branch::of(device_.device_id).ends, stream_), "cudaEventRecord");
+  }
+
+  // The stream goes on when everything on the branch is done.
+  void join_branch() const {
+    const cudaEvent_t ends = Branch::of(device_.device_id).ends;
+    check_cuda(cudaStreamWaitEvent(stream_, ends, 0), "cudaStreamWaitEvent");
   }
 
   int multiprocessors() const {
@@ -51,26 +97,14 @@ class OnDevice {
     const int slot = std::clamp(device_.device_id, 0, kMostDevices - 1);
     if (counts[slot] == 0) {
       int count = 0;
-      check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_.device_id),
-            "cudaDeviceGetAttribute");
+      check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_.device_id),
+                 "cudaDeviceGetAttribute");
       counts[slot] = count;
     }
     return counts[slot];
   }
 
  private:
-  static constexpr int kMostDevices = 128;
-
-  static void check(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) fail(error, what);
-  }
-
-  [[noreturn]] static void fail(cudaError_t error, const char* what) {
-    TVM_FFI_THROW(RuntimeError) << "kvcanary: " << what << " failed: " << cudaGetErrorName(error)
-                                << " (" << cudaGetErrorString(error) << ")";
-    throw;  // not reached
-  }
-
   DLDevice device_;
   int previous_ = 0;
   cudaStream_t stream_ = nullptr;
@@ -176,7 +210,7 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
                   TensorView num_valid_reqs, Optional<TensorView> request_uids,
                   Optional<TensorView> identity_keys, TensorView input_ids, TensorView positions,
                   TensorView out_cache_loc, Optional<TensorView> expected_tokens,
-                  Optional<TensorView> expected_positions, int64_t step) {
+                  Optional<TensorView> expected_positions, int64_t step, bool beside) {
   const LaunchContext context = checked_launch(launch);
   const DLDevice device = launch_device(context);
   const int64_t capacity = checked_plan_capacity(write_offsets, seed_slots);
@@ -201,7 +235,8 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
       step};
   const WriteFoldJob fold{planned_slots(write_offsets, num_valid_reqs, out_cache_loc, device)};
 
-  const OnDevice on_device(device);
+  OnDevice on_device(device);
+  if (beside) on_device.branch_off();
 
   // More blocks than run at once would only wait for their turn: they walk on in strides.
   const int64_t for_singles = single_entry_blocks(capacity);
@@ -212,6 +247,13 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
     on_device.launch("the fold of canary_write", fold_kernel<WriteFoldJob>,
                      fold_grid(on_device, entries), kFoldThreads, context, fold);
   }
+  if (beside) on_device.end_branch();
+}
+
+// The current stream of a device waits for the writes that were launched beside one.
+void canary_join_writes(int64_t device_id) {
+  const OnDevice on_device(DLDevice{kDLCUDA, static_cast<int32_t>(device_id)});
+  on_device.join_branch();
 }
 
 void canary_verify_plan(TensorView launch, TensorView slots, TensorView expected_tokens,
@@ -537,6 +579,7 @@ int64_t canary_concatenate(TensorView output, int64_t start, TensorView first,
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_write, canary_write);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_join_writes, canary_join_writes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_verify_plan, canary_verify_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_verify_table, canary_verify_table);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_plan, canary_plan);
