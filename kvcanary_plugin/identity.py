@@ -73,6 +73,64 @@ class Fingerprint:
         return int(np.dot(tokens, self._weights[: tokens.shape[0]]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Hashed:
+    """Some tokens and the chain hash behind them."""
+
+    tokens: Int64Array
+    chain: int
+
+
+class KnownPrefixes:
+    """Chain hashes of prefixes admitted lately, for requests that begin with the same tokens.
+
+    Comparing tokens takes a thirtieth of the time that hashing them takes, and leaves nothing to
+    chance. Prefixes that begin alike share a place, which holds the longest ones used last.
+
+    Args:
+        max_tokens: bound of what is kept, 8 bytes each; the places used longest ago go first.
+    """
+
+    def __init__(self, *, max_tokens: int = 1 << 20) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._places: OrderedDict[tuple[int, bytes], list[_Hashed]] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept now."""
+        return self._num_tokens
+
+    def longest(self, tokens: Int64Array, key: int) -> tuple[int, int | None]:
+        """(how many of the first ``tokens`` are known, chain hash behind them); (0, None): none."""
+        place = (key, tokens[:_BEGINNING].tobytes())
+        for known in self._places.get(place, ()):
+            length = known.tokens.shape[0]
+            if length <= tokens.shape[0] and np.array_equal(known.tokens, tokens[:length]):
+                self._places.move_to_end(place)
+                return length, known.chain
+        return 0, None
+
+    def add(self, tokens: Int64Array, key: int, chain: int) -> None:
+        """Keep ``chain``, the hash behind ``tokens``; too few of them are not worth it."""
+        count = tokens.shape[0]
+        if not _BEGINNING <= count <= self._max_tokens:
+            return
+        place = (key, tokens[:_BEGINNING].tobytes())
+        others = self._places.pop(place, [])
+        kept = [_Hashed(tokens.copy(), chain), *others][:_PREFIXES_OF_A_PLACE]
+        self._places[place] = sorted(kept, key=lambda known: -known.tokens.shape[0])
+        self._num_tokens += count - sum(k.tokens.shape[0] for k in others[len(kept) - 1 :])
+        while self._num_tokens > self._max_tokens:
+            _, oldest = self._places.popitem(last=False)
+            self._num_tokens -= sum(known.tokens.shape[0] for known in oldest)
+
+
+# Tokens that prefixes of one place have in common.
+_BEGINNING = 32
+_PREFIXES_OF_A_PLACE = 4
+
+
 @dataclass(slots=True)
 class _Progress:
     length: int
@@ -85,13 +143,15 @@ class PrefixHasher:
     """Running chain hash per request over its own tokens, so that each token is hashed once.
 
     A request that comes in chunks is admitted several times; each time only the tokens behind the
-    last admission are new. Holds the most recently used ``capacity`` requests.
+    last admission are new. Of a new request, the tokens that it shares with one admitted lately are
+    not hashed again either. Holds the most recently used ``capacity`` requests.
     """
 
     def __init__(self, *, capacity: int = 65536) -> None:
         self._progress: OrderedDict[tuple[int, int], _Progress] = OrderedDict()
         self._capacity = capacity
         self._fingerprint = Fingerprint()
+        self._known = KnownPrefixes()
 
     def prefix_hash(
         self,
@@ -129,10 +189,18 @@ class PrefixHasher:
                     previous=chain,
                 )
         else:
-            chain = chain_hash(tokens, identity_key=key)
+            chain = self._hash_of_new(tokens, key)
         fingerprint = self._fingerprint.of(tokens)
         self._progress[request_uid, token_offset] = _Progress(prefix_len, chain, key, fingerprint)
         self._progress.move_to_end((request_uid, token_offset))
         if len(self._progress) > self._capacity:
             self._progress.popitem(last=False)
+        return chain
+
+    def _hash_of_new(self, tokens: Int64Array, key: int) -> int:
+        length, known = self._known.longest(tokens, key)
+        if known is not None and length == tokens.shape[0]:
+            return known
+        chain = chain_hash(tokens[length:], identity_key=key, start_position=length, previous=known)
+        self._known.add(tokens, key, chain)
         return chain

@@ -125,16 +125,21 @@ def test_a_long_write_is_done_while_the_forward_still_runs():
     slots = extend(engine, 0)
     step = engine.step_of(prefix=PROMPT, tokens=256, slots=slots)
     table, other = engine.guard.slots, torch.cuda.Stream()
+
+    def number_written() -> int:
+        with torch.cuda.stream(other):
+            return int((table.writer_uid[slots] > 0).sum())
+
+    assert number_written() == 0  # a kernel's first launch may wait for the whole device
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     engine.monitor.before_forward(step)
     torch.cuda._sleep(2_000_000_000)  # about a second
     forward_is_done = torch.cuda.Event()
     forward_is_done.record()
-    # Pageable memory, so that the copy is done when it returns.
-    with torch.cuda.stream(other):
-        while int((table.writer_uid[slots].cpu() > 0).sum()) < REQUESTS * 256:
-            assert not forward_is_done.query()
+    while number_written() < REQUESTS * 256:
         assert not forward_is_done.query()
+    assert not forward_is_done.query()
     engine.monitor.after_forward()
     assert engine.violations() == []
 
