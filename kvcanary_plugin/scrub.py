@@ -230,8 +230,8 @@ class Scrubber:
     def step_begins(self) -> None:
         """A forward begins: what the time of a step is counted from."""
         self._step_began_at = self._clock()
-        if self._timer is not None and not self._budget.is_off:
-            self._timer.step_begins()
+        if self._timer is not None:
+            self._timer.step_begins(may_sample=not self._budget.is_off)
 
     def after_forward(self, step: int) -> None:
         """Everything of forward ``step`` is sealed: second looks, and the budget of this step."""

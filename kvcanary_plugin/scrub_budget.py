@@ -135,10 +135,11 @@ class DeviceTimer:
         self._step_seconds = 0.0
         self._not_counted = 0.0
 
-    def step_begins(self) -> None:
-        """A forward begins on the current stream."""
+    def step_begins(self, *, may_sample: bool) -> None:
+        """A forward begins on the current stream; a sample costs the host some microseconds."""
         self._steps_until_sample -= 1
-        self._step_is_sampled = self._steps_until_sample < 0 and not self._awaits_result
+        is_due = self._steps_until_sample < 0 and not self._awaits_result
+        self._step_is_sampled = may_sample and is_due
         if self._step_is_sampled:
             self._step_begin.record()
 
