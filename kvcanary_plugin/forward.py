@@ -101,6 +101,8 @@ class ForwardStep:
         host_prefix_lens: int64 [bs] on the host, from the scheduler's own book-keeping; None if the
             scheduler does not know them when the forward is launched.
         host_extend_lens: int64 [bs] on the host, likewise.
+        max_extend_len: host-side upper bound of ``extend_lens`` where not each of them is known;
+            None if the scheduler knows none.
         host_tokens: tokens of the requests that compute prompt tokens in this forward.
         moved_rows: (old rows, new rows), int64 [k] each on the host: running requests that stand in
             another row of the page table than in the forward before; None when none does.
@@ -124,6 +126,7 @@ class ForwardStep:
     identity_keys: torch.Tensor | None = None
     host_prefix_lens: Int64Array | None = None
     host_extend_lens: Int64Array | None = None
+    max_extend_len: int | None = None
     host_tokens: tuple[HostTokens, ...] = ()
     moved_rows: tuple[Int64Array, Int64Array] | None = None
     drafts_a_tree: bool = False
@@ -134,6 +137,8 @@ class ForwardStep:
         """Host-side upper bound of ``extend_lens``."""
         if self.host_extend_lens is not None:
             return int(self.host_extend_lens.max(initial=0))
+        if self.max_extend_len is not None:
+            return self.max_extend_len
         return int(self.input_ids.shape[0])
 
     @property

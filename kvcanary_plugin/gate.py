@@ -41,6 +41,7 @@ class EngineGate:
         self._launched = cuda.Event() if cuda is not None else None
         self._idle_stream = cuda.Stream(device) if cuda is not None else None
         self._has_branch = False
+        self._marker = torch.zeros(1, dtype=torch.int64, device=device)
 
     def engine_enters(self) -> None:
         """A forward begins. One that was never left (it failed) is begun again."""
@@ -105,7 +106,7 @@ class EngineGate:
 
     def _wait_for_branch(self) -> None:
         if self._has_branch:
-            join_writes(self._device)
+            join_writes(self._marker)
 
     def _device_is_done(self) -> bool:
         return self._launched is None or bool(self._launched.query())

@@ -463,19 +463,27 @@ class CanaryMonitor:
 
     def _write_all(self, step: ForwardStep, expected: Mapping[int, Pair | None]) -> None:
         """The records of this step; ``expected`` inputs by the token offset of the groups."""
-        is_long = step.longest_extend >= _LONG_EXTEND
-        if not is_long or self._config.write_input_assert:
+        is_long = step.longest_extend >= _LONG_EXTEND and not self._config.write_input_assert
+        if is_long and self._copy is None:
+            self._copy = self._copy_if_there_is_room(step)
+        if not is_long or self._copy is None:
             for guard, out_cache_loc in zip(self.guards, step.out_cache_loc, strict=True):
                 self._write(guard, out_cache_loc, expected[guard.group.token_offset], step)
             return
         # A request's chain is serial, a tenth of a microsecond a token: the forward need not wait.
-        if self._copy is None:
-            self._copy = copy_of(step)
         input_ids, positions, slots = self._copy.by_token()
         copy = replace(step, input_ids=input_ids, positions=positions, out_cache_loc=slots)
         self._gate.branch_begins()
         for guard, out_cache_loc in zip(self.guards, slots, strict=True):
             self._write(guard, out_cache_loc, None, copy, beside=True)
+
+    @staticmethod
+    def _copy_if_there_is_room(step: ForwardStep) -> StepCopy | None:
+        """None where the engine has left no memory: the write then comes before the forward."""
+        try:
+            return copy_of(step)
+        except torch.OutOfMemoryError:
+            return None
 
     def _write(
         self,

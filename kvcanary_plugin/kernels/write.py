@@ -116,13 +116,13 @@ def launch_canary_write_kernel(
         raise
 
 
-def join_writes(device: torch.device) -> None:
-    """The current stream of ``device`` waits for all writes launched beside one of its streams.
+def join_writes(marker: torch.Tensor) -> None:
+    """The current stream waits for all writes launched beside a stream of the same device.
 
     Args:
-        device: the CPU, or a CUDA device with its index.
+        marker: any tensor on the device; its contents are not looked at.
     """
-    if device.type == "cuda":
-        kernels = kernels_for(device)
+    if marker.is_cuda:
+        kernels = kernels_for(marker.device)
         if kernels is not None:
-            kernels.canary_join_writes(device.index)
+            kernels.canary_join_writes(marker)

@@ -146,3 +146,15 @@ def test_every_rank_of_an_engine_has_a_number_of_its_own(monkeypatch):
         assert (labels.dp_rank, labels.pp_rank, labels.tp_rank) == (dp, pp, tp)
         numbers.append(labels.process_index)
     assert numbers == list(range(12))
+
+
+def test_lists_of_tokens_are_converted_when_the_forward_is_launched(book):
+    tokens = [5, 6, 7]
+    book.scheduled(step(admitted("a", tokens=tokens)))
+    batch, _ = book.batch_of(["a"])
+    request = batch.requests[0]
+    tokens.append(8)  # the scheduler goes on with its own list
+    book.forward_is_launched()
+    tokens[0] = 99
+    assert request.tokens.num_tokens == 3
+    assert request.tokens.marked().tolist() == [5, 6, 7]

@@ -177,6 +177,7 @@ class BatchTranslator:
             extend=buffers.ones,
             host_prefix=host_prefix,
             host_extend=buffers.host_ones if host_prefix is not None else None,
+            max_extend_len=1,
             host_tokens=(),
             rebuild_identity=False,
         )
@@ -200,6 +201,7 @@ class BatchTranslator:
             host_tokens=(),
             rebuild_identity=False,
             max_prefix_len=int(lens_on_host[:size].max()) if lens_on_host is not None else None,
+            max_extend_len=count,
             drafts_a_tree=batch.spec_info.tree_topk != 1,
         )
 
@@ -234,6 +236,7 @@ class BatchTranslator:
         host_tokens: tuple[HostTokens, ...],
         rebuild_identity: bool,
         max_prefix_len: int | None = None,
+        max_extend_len: int | None = None,
         drafts_a_tree: bool = False,
     ) -> ForwardStep:
         identity = self._identity_of(batch, rebuild=rebuild_identity)
@@ -256,6 +259,7 @@ class BatchTranslator:
             identity_keys=identity.keys,
             host_prefix_lens=host_prefix,
             host_extend_lens=host_extend,
+            max_extend_len=max_extend_len,
             host_tokens=host_tokens,
             drafts_a_tree=drafts_a_tree,
             rows_trade_places=_requests_of(batch).has_beams,

@@ -120,6 +120,7 @@ class Session:
         assert self.canary.monitor is not None
         with self.canary.monitor.guard_errors("hook"):
             self._loads.after_forward()
+            self._book.forward_is_launched()
 
     def _report_requests_that_were_hit(self) -> None:
         """Mode abort: the scheduler's process ends them."""

@@ -118,6 +118,7 @@ class V2Translator:
             host_extend_lens=(
                 None if self._drafts else batch.num_scheduled_tokens.astype(np.int64)
             ),
+            max_extend_len=int(batch.num_scheduled_tokens.max()) if self._drafts else None,
             host_tokens=prompts,
             moved_rows=change.moved,
         )

@@ -24,7 +24,9 @@ _UNKNOWN_UID = -1
 
 
 class AdmittedTokens:
-    """The tokens that a request was admitted with, converted when somebody asks for them.
+    """The tokens that a request was admitted with, converted when somebody asks for them first.
+
+    Any thread may ask.
 
     Args:
         tokens: those of the scheduler, which may append to them later.
@@ -33,16 +35,20 @@ class AdmittedTokens:
 
     def __init__(self, tokens: Sequence[int], media: Media) -> None:
         self.num_tokens = len(tokens)
-        self._tokens = tokens
+        self._tokens: Sequence[int] | None = tokens
         self._media = media
         self._marked: Int64Array | None = None
 
     def marked(self) -> Int64Array:
         """int64 [num_tokens], with the marks of media."""
-        if self._marked is None:
-            tokens = np.asarray(self._tokens[: self.num_tokens], dtype=np.int64)
-            self._marked = self._media.marked(tokens)
-        return self._marked
+        tokens = self._tokens  # before the other: what replaces them is there when they are gone
+        if tokens is None:
+            assert self._marked is not None
+            return self._marked
+        marked = self._media.marked(np.asarray(tokens[: self.num_tokens], dtype=np.int64))
+        self._marked = marked
+        self._tokens = None
+        return marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ class RequestBook:
         self._all_rows = torch.arange(max_requests, dtype=torch.int64, device=device)
         self._batch: Batch | None = None
         self._somebody_new = False
+        self._lists: list[AdmittedTokens] = []  # not converted yet, as far as known
 
     def scheduled(self, scheduler_output: Any) -> None:
         """Take in what the scheduler says with a step: who is gone, who is new."""
@@ -125,6 +132,12 @@ class RequestBook:
             self._known.pop(request_id, None)
         for admitted in scheduler_output.scheduled_new_reqs:
             self._admit(admitted)
+
+    def forward_is_launched(self) -> None:
+        """Time for what could wait: lists of tokens take five times the room of arrays."""
+        for tokens in self._lists:
+            tokens.marked()
+        self._lists.clear()
 
     def batch_of(self, request_ids: Sequence[str]) -> tuple[Batch, BatchChange]:
         """The batch with these requests in its rows, and what is new about it."""
@@ -148,10 +161,13 @@ class RequestBook:
             getattr(admitted, "mm_features", None),
             prompt_len=len(getattr(admitted, "prompt_token_ids", None) or ()),
         )
+        admitted_tokens = AdmittedTokens(tokens, media) if tokens is not None else None
+        if admitted_tokens is not None:
+            self._lists.append(admitted_tokens)
         request = KnownRequest(
             uid=self._next_uid,
             key=_key(admitted, getattr(admitted, CACHE_SALT, None)),
-            tokens=AdmittedTokens(tokens, media) if tokens is not None else None,
+            tokens=admitted_tokens,
             media=media,
         )
         self._next_uid += 1

@@ -250,9 +250,11 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
   if (beside) on_device.end_branch();
 }
 
-// The current stream of a device waits for the writes that were launched beside one.
-void canary_join_writes(int64_t device_id) {
-  const OnDevice on_device(DLDevice{kDLCUDA, static_cast<int32_t>(device_id)});
+// The current stream of the device that holds `marker` waits for the writes launched beside one.
+// A tensor, not a number: tvm-ffi learns the current stream of a device from an argument that lies
+// on it, and names the default stream otherwise.
+void canary_join_writes(TensorView marker) {
+  const OnDevice on_device(marker.device());
   on_device.join_branch();
 }
 
