@@ -11,6 +11,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -59,6 +60,8 @@ _DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = MappingProxyType(
             "--disable-cuda-graph",
             # An idle scheduler would otherwise keep one core busy.
             "--sleep-on-idle",
+            # Waits a second more than the request that shows the server to be ready.
+            "--skip-server-warmup",
         ),
         "cuda": (
             *("--device", "cuda"),
@@ -283,12 +286,16 @@ class EngineServer:
             # To the main process alone: it ends its children. A scheduler that ends before it looks
             # like a crash to it, with exit status -9 and seconds of diagnostics.
             process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(self._stop_timeout_seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server and all its processes at once: none of them cleans up. Harmless twice."""
+        if self._process is None:
+            return
         self._kill_process_group()
+        self._process.wait()
         if self._watchdog is not None:
             self._watchdog.kill()
             self._watchdog.communicate()

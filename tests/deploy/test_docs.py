@@ -22,7 +22,7 @@ PAGES = ("operate.md", "runbook.md", "limits.md", "security.md", "compatibility.
 # Commands that take a server or a network: where else they are run.
 RUN_ELSEWHERE = {
     "python -m pip install .": "tests/deploy/test_docker.py",
-    "python -m sglang.launch_server": "tests/deploy/test_prometheus_sglang.py",
+    "python -m sglang.launch_server": "tests/e2e/test_guard.py",
     "vllm serve": "kvcanary_plugin/drill/vllm_server.py",
     "kvcanary status": "tests/unit/test_status.py",
     "kvcanary doctor": "tests/unit/test_doctor.py",

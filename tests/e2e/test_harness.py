@@ -7,9 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -24,29 +23,13 @@ from kvcanary_plugin.drill.traffic import (
     generate_all,
     run_traffic,
 )
+from tests.e2e.processes import live_processes, session_members
 
 pytestmark = pytest.mark.e2e
 
 T = TypeVar("T")
 
 PLAIN = replace(PRESETS["llama"], plugin=False)
-
-
-def live_processes() -> Iterator[tuple[int, int, int, str]]:
-    """Process, parent, session and command line of every live process, as /proc shows them."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (entry / "stat").read_text()
-            command = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        state, parent, _, session = stat.rpartition(")")[2].split()[:4]
-        if state != "Z":
-            yield int(entry.name), int(parent), int(session), command
-
-
-def session_members(leader: int) -> list[str]:
-    return [command for _, _, session, command in live_processes() if session == leader]
 
 
 def wait_until(condition: Callable[[], T], seconds: float) -> T:
@@ -73,15 +56,6 @@ def test_mixed_traffic_is_served_with_prefix_hits_and_aborts_and_without_failure
     assert served >= result.prompt_tokens
 
 
-def test_greedy_outputs_are_equal_on_two_servers_and_under_concurrency(shared_server, own_server):
-    prompts = fixed_prompts(12)
-
-    one_by_one = generate_all(shared_server(PLAIN).url, prompts, max_new_tokens=24)
-    at_once = generate_all(own_server(PLAIN).url, prompts, max_new_tokens=24, concurrency=6)
-
-    assert at_once == one_by_one
-
-
 def test_outputs_hang_on_the_first_token_of_a_long_prompt(shared_server):
     # Otherwise equal outputs would say nothing about the K/V cache behind them.
     url = shared_server(PLAIN).url
@@ -100,19 +74,18 @@ def test_a_request_the_server_refuses_raises_with_the_servers_reason(shared_serv
         generate(shared_server(PLAIN).url, [3] * 4000, max_new_tokens=1)
 
 
-def test_stop_ends_every_process_of_the_server_with_status_zero(own_server):
-    server = own_server(PLAIN)
-    leader = server._process.pid
-    assert len(session_members(leader)) >= 3  # main, scheduler, detokenizer
+def test_greedy_outputs_are_equal_on_two_servers_and_under_concurrency(shared_server, directories):
+    guarded = replace(PRESETS["llama"], kvcanary_config=directories("llama") / "kvcanary.yaml")
+    prompts = fixed_prompts(12)
 
-    server.stop()
+    one_by_one = generate_all(shared_server(PLAIN).url, prompts, max_new_tokens=24)
+    at_once = generate_all(shared_server(guarded).url, prompts, max_new_tokens=24, concurrency=6)
 
-    assert server.exit_status == 0
-    assert session_members(leader) == []
+    assert at_once == one_by_one
 
 
-def test_a_server_that_dies_by_itself_shows_its_status_and_fails_the_traffic(own_server):
-    server = own_server(PLAIN)
+def test_a_server_that_dies_by_itself_shows_its_status_and_fails_the_traffic(shared_server):
+    server = shared_server(PLAIN)  # the last test of it
     leader = server._process.pid
     os.kill(leader, signal.SIGKILL)
 

@@ -27,7 +27,7 @@ from kvcanary_plugin.metrics import (
     INTERNAL_ERRORS,
     VIOLATIONS,
 )
-from tests.e2e.test_guard import assert_reported, snapshot
+from tests.e2e.test_guard import assert_reported, guarded, snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -45,6 +45,10 @@ HIERARCHICAL_CACHE = (
     *("--hicache-write-policy", "write_through"),
     # So few slots that prompts are evicted, and come back from the host.
     *("--max-total-tokens", "700"),
+)
+HOST_TIER_ON_A_CPU = (
+    ("SGLANG_EXTERNAL_MODEL_PACKAGE", "host_tier_on_cpu"),
+    ("PYTHONPATH", str(Path(__file__).parent)),
 )
 N_GRAM = (
     *("--speculative-algorithm", "NGRAM"),
@@ -98,6 +102,29 @@ class DrillOnADecodeServer(Drill):
 
     def _traffic(self, seed: int) -> None:
         receive(self._server, seed)
+
+
+def test_beam_searches_beside_other_requests_are_silent(shared_server, directories):
+    server = shared_server(guarded(PRESETS["llama"], directories("llama")))
+    before = snapshot(server)
+
+    def one(numbered: tuple[int, list[int]]) -> None:
+        index, prompt = numbered
+        beams = {"sampling_params": {"beam_width": 3, "n": 2}} if index % 3 == 0 else {}
+        ask(server, prompt, **beams, **({"extra_key": "tenant"} if index % 2 else {}))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, enumerate(prompts(seed=2, count=36))))
+
+    after = snapshot(server)
+
+    def gained(name: str, **labels: str) -> float:
+        return after.total(name, **labels) - before.total(name, **labels)
+
+    # Where beams take part, the oracle of tokens stands aside.
+    assert gained(FORWARDS, kind="decode", result="partial") > 50
+    assert gained(VIOLATIONS) == 0
+    assert after.total(INTERNAL_ERRORS) == 0
 
 
 @pytest.mark.parametrize("preset", PRESETS_OF_A_MODE)
@@ -179,11 +206,7 @@ def test_a_hierarchical_cache_is_silent_and_a_bad_load_is_reported(preset, own_s
     spec = replace(
         PRESETS[preset],
         flags=HIERARCHICAL_CACHE,
-        env=(
-            ("SGLANG_EXTERNAL_MODEL_PACKAGE", "host_tier_on_cpu"),
-            ("PYTHONPATH", str(Path(__file__).parent)),
-            ("HARM_NEXT_LOAD", str(harm)),
-        ),
+        env=(*HOST_TIER_ON_A_CPU, ("HARM_NEXT_LOAD", str(harm))),
         kvcanary_config=write_drill_config(tmp_path),
     )
     server = own_server(spec)
@@ -209,19 +232,19 @@ def test_a_hierarchical_cache_is_silent_and_a_bad_load_is_reported(preset, own_s
     assert now.total(INTERNAL_ERRORS) == 0
 
 
-def test_beam_searches_beside_other_requests_are_silent(own_server, tmp_path):
-    server = own_server(replace(PRESETS["llama"], kvcanary_config=write_drill_config(tmp_path)))
-
-    def one(numbered: tuple[int, list[int]]) -> None:
-        index, prompt = numbered
-        beams = {"sampling_params": {"beam_width": 3, "n": 2}} if index % 3 == 0 else {}
-        ask(server, prompt, **beams, **({"extra_key": "tenant"} if index % 2 else {}))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(one, enumerate(prompts(seed=2, count=36))))
-
+def test_what_cannot_be_guarded_is_shown_as_unsupported(own_server, tmp_path):
+    spec = replace(
+        PRESETS["llama"],
+        flags=(*HIERARCHICAL_CACHE, "--hicache-storage-backend", "file"),
+        env=(
+            *HOST_TIER_ON_A_CPU,
+            ("HARM_NEXT_LOAD", str(tmp_path / "never")),
+            ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "storage")),
+        ),
+        kvcanary_config=write_drill_config(tmp_path),
+    )
+    server = own_server(spec)
     now = snapshot(server)
-    # Where beams take part, the oracle of tokens stands aside.
-    assert now.total(FORWARDS, kind="decode", result="partial") > 50
-    assert now.total(VIOLATIONS) == 0
-    assert now.total(INTERNAL_ERRORS) == 0
+    assert now.total(GROUP_STATE, group="full", state="unsupported") == 1
+    assert now.total(GROUP_STATE, group="full", state="guarded") == 0
+    assert "hierarchical cache with storage" in server.log()

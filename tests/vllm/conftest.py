@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvcanary_plugin.drill.vllm_server import VLLMServer, VLLMServerSpec
+from tests.server_pool import ServerPool
 
 StartServer = Callable[[VLLMServerSpec], VLLMServer]
 
@@ -28,27 +28,14 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """``shared_server(spec)``: a running server; the one before is stopped if it is another.
+    """``shared_server(spec)``: a running server that other tests of the same spec use as well.
 
-    One at a time: a server takes 1.6 GB and two processes that compute.
+    One at a time: it has two processes that compute. Tests of one server stand together.
     """
-    logs = tmp_path_factory.mktemp("servers")
-    running: list[VLLMServer] = []
-    started = 0
-
-    def get(spec: VLLMServerSpec) -> VLLMServer:
-        nonlocal started
-        if running and (running[0].spec != spec or running[0].exit_status is not None):
-            running.pop().stop()
-        if not running:
-            started += 1
-            server = VLLMServer(
-                replace(spec), log_path=logs / f"server-{started}.log", start_timeout_seconds=300
-            )
-            server.start()
-            running.append(server)
-        return running[0]
-
-    yield get
-    for server in running:
-        server.stop()
+    pool = ServerPool(
+        lambda spec, log: VLLMServer(spec, log_path=log),
+        logs=tmp_path_factory.mktemp("servers"),
+        most=1,
+    )
+    yield pool.shared
+    pool.close()

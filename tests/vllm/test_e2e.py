@@ -41,6 +41,7 @@ from kvcanary_plugin.drill.traffic import (
 from kvcanary_plugin.drill.vllm_server import PRESETS, VLLMServer, VLLMServerSpec
 from kvcanary_plugin.drill.weights import write_adapter, write_model
 from kvcanary_plugin.metrics import (
+    CONFIG_RELOADS,
     EXTERNAL_SLOTS,
     FORWARDS,
     GROUP_STATE,
@@ -56,14 +57,15 @@ from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, is_installe
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 Directories = Callable[[str], Path]
-# Forwards of healthy traffic; Triton's interpreter takes a hundred times as long as a compiled V1.
+# Forwards of healthy traffic, and conversations in a round of it; Triton's interpreter takes a
+# hundred times as long as a compiled V1.
 HEALTHY = {
-    "llama": 400,
-    "gemma3": 400,
-    "mla": 200,
-    "pressure": 300,
-    "v2-gemma3": 60,
-    "v2-llama": 60,
+    "llama": (400, 96),
+    "gemma3": (400, 96),
+    "mla": (200, 96),
+    "pressure": (300, 96),
+    "v2-gemma3": (60, 16),
+    "v2-llama": (60, 16),
 }
 GROUPS = {"gemma3": ("full", "swa"), "v2-gemma3": ("full", "swa"), "mla": ("mla",)}
 SOAK = pytest.mark.soak  # what another server here shows as well
@@ -103,6 +105,15 @@ def assert_reported(result: DrillResult) -> None:
     assert result.steps_until_seen <= 1
 
 
+def change_while_serving(server: VLLMServer, settings: Path, text: str) -> None:
+    """Change the settings file and wait until the server has taken it over."""
+    taken_over = snapshot(server).total(CONFIG_RELOADS, result="ok")
+    settings.write_text(text)
+    deadline = time.monotonic() + 10
+    while snapshot(server).total(CONFIG_RELOADS, result="ok") == taken_over:
+        assert time.monotonic() < deadline, "the change was not taken over"
+
+
 # Ordered by server, which takes longer to start than its tests to run.
 
 
@@ -134,6 +145,25 @@ def test_tenants_with_salts_of_their_own_share_nothing_and_alarm_nothing(
     assert after.total(FORWARDS) == after.total(FORWARDS, result="checked")
 
 
+def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(
+    shared_server, directories
+):
+    server = shared_server(guarded("llama", directories))
+    prompts = fixed_prompts(2, seed=9)
+    settings = directories("llama") / "kvcanary.yaml"
+    in_mode_log = settings.read_text()
+    change_while_serving(server, settings, in_mode_log.replace("mode: log", "mode: abort"))
+    Drill(server, settings.parent)._ask_for(FULL_CASES[1])
+    with pytest.raises(RequestError, match="status 500"):
+        generate(server.url, prompts[0], max_new_tokens=800, dialect=VLLM)
+    assert "its KV cache is corrupted" in server.log()
+    assert post(server.url, VLLM.flush_path, {}, timeout=30.0)[0] == 200
+    for prompt in prompts:
+        assert len(generate(server.url, prompt, max_new_tokens=8, dialect=VLLM).output) == 8
+    assert server.exit_status is None
+    change_while_serving(server, settings, in_mode_log)
+
+
 @pytest.mark.parametrize(
     "name",
     ["llama", "gemma3", "mla", "pressure", "v2-gemma3", pytest.param("v2-llama", marks=SOAK)],
@@ -146,9 +176,10 @@ class TestServer:
         self, name, shared_server, directories
     ):
         server = shared_server(guarded(name, directories))
-        result = run_soak(server, forwards=HEALTHY[name], seed=7)
+        forwards, conversations = HEALTHY[name]
+        result = run_soak(server, forwards=forwards, conversations=conversations, seed=7)
         assert result.passed, result.as_text() + "\n" + server.log()[-3000:]
-        assert result.slots_verified > 20 * HEALTHY[name]
+        assert result.slots_verified > 20 * forwards
         assert result.cached_tokens > 0 or name == "mla"
         after = snapshot(server)
         assert after.total(SLOTS_WRITTEN) == after.total(SLOTS_SEALED)
@@ -279,20 +310,6 @@ def test_what_a_connector_loads_is_adopted_and_guarded_from_then_on(
     assert_reported(result)
 
 
-def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(shared_server, tmp_path):
-    config = write_drill_config(tmp_path, mode="abort")
-    server = shared_server(replace(PRESETS["llama"], kvcanary_config=config))
-    prompts = fixed_prompts(2, seed=9)
-    Drill(server, tmp_path)._ask_for(FULL_CASES[1])
-    with pytest.raises(RequestError, match="status 500"):
-        generate(server.url, prompts[0], max_new_tokens=800, dialect=VLLM)
-    assert "its KV cache is corrupted" in server.log()
-    assert post(server.url, VLLM.flush_path, {}, timeout=30.0)[0] == 200
-    for prompt in prompts:
-        assert len(generate(server.url, prompt, max_new_tokens=8, dialect=VLLM).output) == 8
-    assert server.exit_status is None
-
-
 @pytest.fixture(scope="session")
 def two_by_two(directories: Directories) -> VLLMServerSpec:
     """Two API servers, two tensor-parallel ranks, two adapters."""
@@ -308,7 +325,7 @@ def two_by_two(directories: Directories) -> VLLMServerSpec:
 
 def test_two_api_servers_both_show_the_metrics_of_two_ranks(shared_server, two_by_two):
     server = shared_server(two_by_two)
-    result = run_soak(server, forwards=20, seed=1)
+    result = run_soak(server, forwards=20, conversations=16, seed=1)
     assert result.passed, result.as_text()
     # Which of the two answers is up to the kernel.
     seen = {
