@@ -72,8 +72,9 @@ def _write(
 
 
 @on_every_device
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("skipped", [False, True])
-def test_write_at_every_edge_of_a_tile(device: str, skipped: bool) -> None:
+def test_write_at_every_edge_of_a_tile(device: str, skipped: bool, beside: bool) -> None:
     lengths = [1, 31, 32, 33, 63, 64, 65, 0, 300]
     slots = _shuffled(range(1, 700))
     if skipped:
@@ -81,7 +82,7 @@ def test_write_at_every_edge_of_a_tile(device: str, skipped: bool) -> None:
     context = scenes.make_context(num_slots=700, slot_table=table_of(700), position_assert=1)
     # Continuing behind a record at position 0: the first position is wrong, all others follow.
     seeds = [*slots[-8:], -1]
-    arguments = _write(context, lengths, slots, seeds=seeds)
+    arguments = _write(context, lengths, slots, seeds=seeds) | {"beside": beside}
     assert_agreement("launch_canary_write_kernel", arguments, device)
 
 

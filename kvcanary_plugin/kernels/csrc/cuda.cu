@@ -39,8 +39,7 @@ struct Branch {
   // With `device_id` current.
   static Branch& of(int device_id) {
     static Branch branches[kMostDevices];
-    if (device_id < 0 || device_id >= kMostDevices) check_cuda(cudaErrorInvalidDevice, "a branch");
-    Branch& branch = branches[device_id];
+    Branch& branch = branches[std::clamp(device_id, 0, kMostDevices - 1)];
     if (branch.ends == nullptr) {
       check_cuda(cudaStreamCreateWithFlags(&branch.stream, cudaStreamNonBlocking), "a stream");
       check_cuda(cudaEventCreateWithFlags(&branch.begins, cudaEventDisableTiming), "an event");
