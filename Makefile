@@ -6,10 +6,10 @@ PY := $(VENV)/bin/python
 VENV_VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo demo-vllm test test-vllm soak soak-vllm bench bench-gpu lint clean
+.PHONY: help venv venv-vllm demo demo-vllm test test-sglang test-vllm test-units soak soak-vllm bench bench-gpu lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # An engine has an environment of its own: a second one is a second line here, with its own VENV.
 venv: ## build .venv: the SGLang engine for CPU, this package (editable), the tools
@@ -24,13 +24,19 @@ demo: venv ## serve traffic under the canary, plant faults, show that each is re
 demo-vllm: venv-vllm ## the same with a vLLM server
 	$(VENV_VLLM)/bin/kvcanary demo
 
-# One engine after the other: each run ends with pytest's own summary.
+# Two at a time: a server that starts keeps little more than one core busy. The output of each comes
+# when it has ended, with pytest's own summary.
 test: venv venv-vllm ## run the tests with real servers of both engines (all but those marked soak)
-	$(PY) -m pytest tests --ignore=tests/vllm
-	REQUIRE_VLLM=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-sglang test-vllm test-units
+
+test-sglang: venv ## run the tests with real SGLang servers alone
+	$(PY) -m pytest tests/e2e
 
 test-vllm: venv-vllm ## run the tests of the vLLM hook alone
 	REQUIRE_VLLM=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
+
+test-units: venv ## run the tests that start no engine
+	$(PY) -m pytest tests --ignore=tests/e2e --ignore=tests/vllm
 
 soak: venv ## serve 20,000 forwards of healthy traffic: one violation is a failure
 	$(VENV)/bin/kvcanary soak

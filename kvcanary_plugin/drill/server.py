@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -75,6 +76,7 @@ _ENGINE_ENV: Final = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 _DEVICE_ENV: Final[Mapping[Device, Mapping[str, str]]] = MappingProxyType(
     {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}, "cuda": {}}
 )
+_PORTS: Final = range(12_000, 22_000)
 # Reads from a pipe that only this process can write to: it ends when this process does, however.
 _KILL_GROUP_AT_END_OF_INPUT: Final = 'read -r _; kill -s KILL -- "-$0"'
 
@@ -372,9 +374,18 @@ class SGLangServer(EngineServer):
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to whoever asks for any.
+
+    The server takes it seconds later.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def _live_group_members(group: int) -> list[int]:
