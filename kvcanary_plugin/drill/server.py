@@ -72,9 +72,11 @@ _DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = MappingProxyType(
         ),
     }
 )
+# Engines compile small functions with a C++ compiler at their first use, for half a minute each.
+NO_COMPILING: Final = {"TORCHDYNAMO_DISABLE": "1"}
 _ENGINE_ENV: Final = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 _DEVICE_ENV: Final[Mapping[Device, Mapping[str, str]]] = MappingProxyType(
-    {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}, "cuda": {}}
+    {"cpu": {"SGLANG_USE_CPU_ENGINE": "1", **NO_COMPILING}, "cuda": {}}
 )
 _PORTS: Final = range(12_000, 22_000)
 # Reads from a pipe that only this process can write to: it ends when this process does, however.

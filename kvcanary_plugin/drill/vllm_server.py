@@ -19,6 +19,7 @@ from kvcanary_plugin.drill.server import (
     CONTEXT_LENGTH,
     CUDA_MODEL,
     MAX_RUNNING_REQUESTS,
+    NO_COMPILING,
     Device,
     EngineServer,
     EngineSpec,
@@ -98,6 +99,7 @@ class VLLMServerSpec(EngineSpec):
         environment = dict(_ENGINE_ENV)
         if self.device == "cuda":
             return environment
+        environment |= NO_COMPILING
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if self.runner == "v2" else "0"
         if self.runner == "v2":
             path = os.environ.get("PYTHONPATH")
