@@ -253,6 +253,7 @@ def test_nothing_is_scrubbed_inside_a_forward_or_right_after_it(monkeypatch: pyt
     assert inside == [before]
 
 
+@pytest.mark.usefixtures("threads_alternate")
 def test_an_idle_thread_never_sees_a_slot_that_a_forward_rewrites(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scrub_module, "_IDLE_SECONDS", 0.0)
     world = scrubbing()

@@ -234,6 +234,7 @@ def test_no_count_is_lost_against_a_process_that_writes_a_million_rows_a_second(
     assert rate > 1e6, "the machine was too busy for the test to mean what it says"
 
 
+@pytest.mark.usefixtures("threads_alternate")
 def test_no_count_is_lost_against_a_thread() -> None:
     model = Model(256)
     reader = RingReader(model.ring)
