@@ -35,7 +35,7 @@ test-sglang: venv ## run the tests with real SGLang servers alone
 test-vllm: venv-vllm ## run the tests of the vLLM hook alone
 	REQUIRE_VLLM=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
 
-test-units: venv ## run the tests that start no engine
+test-units: venv venv-vllm ## run the tests that start no engine; some take the Triton of .venv-vllm
 	$(PY) -m pytest tests --ignore=tests/e2e --ignore=tests/vllm
 
 soak: venv ## serve 20,000 forwards of healthy traffic: one violation is a failure
