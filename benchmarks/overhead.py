@@ -395,11 +395,15 @@ def measure(
     many short turns in each repeat. Ends early, with the repeat that would pass ``seconds``.
     """
     load = bench.load
-    works: dict[str, Callable[[], float]] = {
-        f"time to first token, {load.long_prompt} tokens": bench.time_to_first_token
+    # What to measure, and in how many turns of a repeat.
+    works: dict[str, tuple[Callable[[], float], int]] = {
+        f"time to first token, {load.long_prompt} tokens": (
+            bench.time_to_first_token,
+            _TURNS_OF_FIRST_TOKEN,
+        )
     }
     for requests in load.requests:
-        works[f"time between tokens, {requests} requests"] = partial(bench.decode, requests)
+        works[f"time between tokens, {requests} requests"] = (partial(bench.decode, requests), 1)
 
     begin = time.monotonic()
     for side in sides:  # warm every side up
@@ -416,8 +420,7 @@ def measure(
         if repeat_begin - begin + longest > seconds:
             print(f"{repeat} of {repeats} repeats: the time is up", file=sys.stderr)
             break
-        for name, work in works.items():
-            turns = _TURNS_OF_FIRST_TOKEN if work == bench.time_to_first_token else 1
+        for name, (work, turns) in works.items():
             for turn in range(repeat, repeat + turns):
                 for side in sides if turn % 2 == 0 else reversed(sides):
                     bench.serve_side(side)

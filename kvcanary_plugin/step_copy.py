@@ -6,7 +6,6 @@ while the forward runs: token ids of images are clamped in place.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +30,11 @@ class StepCopy:
 
     def by_token(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """(token ids, positions, slots of each group), int64 [n] each: views."""
-        ends = list(itertools.accumulate(self.sizes))
-        arrays = [
-            self.integers[end - size : end] for end, size in zip(ends, self.sizes, strict=True)
-        ]
-        input_ids, positions, *slots = arrays[_FIRST_BY_TOKEN : -1 if self.has_keys else None]
+        arrays = list(torch.split(self.integers, list(self.sizes)))
+        if self.has_keys:
+            arrays.pop()
+        _rows, _uids, _prefix_lens, _extend_lens, input_ids, positions, *slots = arrays
         return input_ids, positions, tuple(slots)
-
-
-_FIRST_BY_TOKEN = 4
 
 
 def copy_of(step: ForwardStep) -> StepCopy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -65,12 +66,11 @@ def server_of_class(server_pool: ServerPool[ServerSpec, SGLangServer]) -> Iterat
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``directories(name)``: one directory a name, so that equal settings have equal paths."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def directory(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            write_drill_config(made[name])
-        return made[name]
+        made = tmp_path_factory.mktemp(name)
+        write_drill_config(made)
+        return made
 
     return directory

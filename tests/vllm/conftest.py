@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,14 +17,7 @@ StartServer = Callable[[VLLMServerSpec], VLLMServer]
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``directories(name)``: one directory a name, so that equal settings have equal paths."""
-    made: dict[str, Path] = {}
-
-    def directory(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-        return made[name]
-
-    return directory
+    return functools.cache(tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="session")
