@@ -5,6 +5,7 @@ Metrics, reports, ``kvcanary explain`` and the docs are made from it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -194,6 +195,7 @@ def check_named(label: str) -> Check:
     return _CHECK_OF_LABEL[label]
 
 
+@functools.lru_cache(maxsize=1024)  # a burst asks for the same bits again and again
 def labels_of(reason_bits: int) -> tuple[str, ...]:
     """Labels of the checks whose bits are set; ValueError when a bit belongs to none."""
     labels = tuple(check.label for check in CHECKS if reason_bits & check.reasons)

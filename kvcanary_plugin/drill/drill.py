@@ -21,7 +21,7 @@ import yaml
 
 from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.dialect import Dialect, Tokens
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
 from kvcanary_plugin.drill.traffic import TrafficSpec, conversation, generate
 from kvcanary_plugin.metrics import FORWARDS, SLOTS_SEALED, SLOTS_VERIFIED, VIOLATIONS
 
@@ -29,7 +29,8 @@ _OUTPUT_TOKENS: Final = 24
 _REQUESTS: Final = 3
 _DRAIN_INTERVAL_SECONDS: Final = 0.05
 _PLANT_TIMEOUT_SECONDS: Final = 60.0
-_REPORT_TIMEOUT_SECONDS: Final = 5.0
+_REPORT_TIMEOUT_SECONDS: Final = 60.0
+_HTTP_TIMEOUT_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +234,20 @@ class Drill:
         server: runs.
         directory: of the settings file.
         tp_rank: tensor-parallel rank to plant on; None: all.
+        report_timeout_seconds: how long to wait for the report of a fault that was planted.
     """
 
-    def __init__(self, server: DrillServer, directory: Path, *, tp_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        server: DrillServer,
+        directory: Path,
+        *,
+        tp_rank: int | None = None,
+        report_timeout_seconds: float = _REPORT_TIMEOUT_SECONDS,
+    ) -> None:
         self._server = server
         self._tp_rank = tp_rank
+        self._report_timeout_seconds = report_timeout_seconds
         self._control_file = directory / "fault.json"
         self._done_file = directory / "fault.json.done"
         self._reports = directory / "reports"
@@ -249,8 +259,7 @@ class Drill:
         before = self._snapshot()
         for seed in range(2):
             self._traffic(seed)
-        self._let_drain()
-        after = self._snapshot()
+        after = self._settled()
         return SilentResult(
             violations=_gained(before, after, VIOLATIONS),
             slots_verified=_gained(before, after, SLOTS_VERIFIED),
@@ -279,11 +288,9 @@ class Drill:
     def _run_twin(self, case: FaultCase) -> int:
         """Violations of the same traffic, up to the place and past it, without the fault."""
         self._flush_cache()
-        self._let_drain()
-        before = self._snapshot()
+        before = self._settled()
         self._serve_until_planted(case, dry_run=True)
-        self._let_drain()
-        return _gained(before, self._snapshot(), VIOLATIONS)
+        return _gained(before, self._settled(), VIOLATIONS)
 
     def _serve_until_planted(
         self, case: FaultCase, *, dry_run: bool = False
@@ -299,8 +306,7 @@ class Drill:
 
     def _run_case(self, case: FaultCase) -> DrillResult:
         self._flush_cache()
-        self._let_drain()
-        before = self._snapshot()
+        before = self._settled()
         planted = self._serve_until_planted(case)
         report = self._wait_for_report(case, planted) if planted else None
         after = self._snapshot()
@@ -362,11 +368,10 @@ class Drill:
         """What the injector says it did, in its order."""
         if not self._done_file.exists():
             return []
-        lines = self._done_file.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in _whole_lines(self._done_file)]
 
     def _wait_for_report(self, case: FaultCase, planted: dict[str, Any]) -> dict[str, Any] | None:
-        deadline = time.monotonic() + _REPORT_TIMEOUT_SECONDS
+        deadline = time.monotonic() + self._report_timeout_seconds
         while time.monotonic() < deadline:
             for report in self._read_reports():
                 if _is_about(report, case, planted):
@@ -376,7 +381,7 @@ class Drill:
 
     def _read_reports(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self._reports.glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in _whole_lines(path):
                 report = json.loads(line)
                 if report["type"] == "row":
                     yield report
@@ -386,7 +391,7 @@ class Drill:
         path = self._server.dialect.flush_path
         deadline = time.monotonic() + _PLANT_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
-            status, _ = http_client.post(self._server.url, path, {}, timeout=30.0)
+            status, _ = http_client.post(self._server.url, path, {}, timeout=_HTTP_TIMEOUT_SECONDS)
             if status == 200:
                 return
             time.sleep(0.1)
@@ -395,9 +400,13 @@ class Drill:
     def _snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot.parse(self._server.metrics())
 
-    @staticmethod
-    def _let_drain() -> None:
-        time.sleep(4 * _DRAIN_INTERVAL_SECONDS)
+    def _settled(self) -> MetricsSnapshot:
+        return settled(self._server.metrics, pause_seconds=4 * _DRAIN_INTERVAL_SECONDS)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines of a file that the server writes; of the last one it may have written a part."""
+    return path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
 
 
 def _is_about(report: dict[str, Any], case: FaultCase, planted: dict[str, Any]) -> bool:

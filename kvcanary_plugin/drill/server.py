@@ -252,7 +252,7 @@ class EngineServer:
         """Start the server and wait until it generates. Raises ServerError if it does not."""
         if self._process is not None:
             raise ServerError("kvcanary: the server was started before; make a new one")
-        self._port = _free_port()
+        self._port = free_port()
         begin = time.monotonic()
         self._model_path = tempfile.TemporaryDirectory(prefix="kvcanary-model-")
         model_path = Path(self._model_path.name)
@@ -318,7 +318,7 @@ class EngineServer:
 
     def metrics(self) -> str:
         """The text of the server's own ``/metrics``."""
-        status, text = http_client.get(self.url, "/metrics/", timeout=30.0)
+        status, text = http_client.get(self.url, "/metrics/", timeout=60.0)
         if status != 200:
             raise ServerError(f"kvcanary: GET {self.url}/metrics answered {status}: {text[:500]}")
         return text
@@ -375,7 +375,7 @@ class SGLangServer(EngineServer):
     ready_path = "/health_generate"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody listens on, below those that the kernel gives to whoever asks for any.
 
     The server takes it seconds later.

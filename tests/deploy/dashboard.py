@@ -10,7 +10,7 @@ from typing import Any
 from tests.deploy.paths import DASHBOARD
 
 # What Grafana puts in place of its variables when everything is selected.
-VARIABLES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "5s"}
+VARIABLES = {"$job": ".*", "$instance": ".*"}
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,15 @@ def load_dashboard() -> dict[str, Any]:
     return content
 
 
-def iter_queries() -> Iterator[PanelQuery]:
-    """Every query with its variables filled in, in the order of the panels."""
+def iter_queries(*, rate_interval: str = "5m") -> Iterator[PanelQuery]:
+    """Every query with its variables filled in, in the order of the panels.
+
+    A rate takes two scrapes within ``rate_interval``: it may well be longer than a test.
+    """
     for panel in load_dashboard()["panels"]:
         for target in panel.get("targets", []):
             expression = target["expr"]
-            for variable, value in VARIABLES.items():
+            for variable, value in {**VARIABLES, "$__rate_interval": rate_interval}.items():
                 expression = expression.replace(variable, value)
             yield PanelQuery(
                 panel=panel["title"],

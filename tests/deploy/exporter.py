@@ -117,7 +117,10 @@ class Exporter:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._process.communicate(timeout=20.0)
+        try:
+            self._process.communicate(timeout=120.0)
+        finally:
+            self._process.kill()
 
     def send(self, command: str) -> None:
         """Runs a command and waits until it has taken effect."""

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvcanary_plugin.drill.server import free_port
 from tests.deploy.dashboard import PanelQuery, iter_queries
 from tests.deploy.exporter import Exporter
-from tests.deploy.prometheus_harness import Prometheus, free_port
+from tests.deploy.prometheus_harness import Prometheus
 
 _SECONDS = 40.0
 _COLUMNS = 3
@@ -41,7 +42,7 @@ def draw(prometheus: Prometheus, output: Path) -> None:
     from matplotlib import pyplot
 
     panels: dict[str, list[PanelQuery]] = {}
-    for query in iter_queries():
+    for query in iter_queries(rate_interval="5s"):
         panels.setdefault(query.panel, []).append(query)
     stats = [title for title, queries in panels.items() if queries[0].kind == "stat"]
     graphs = [title for title, queries in panels.items() if queries[0].kind == "timeseries"]

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvcanary_plugin.drill.server import free_port
 from kvcanary_plugin.metrics import METRICS
 from tests.deploy.dashboard import PanelQuery, iter_queries, load_dashboard
 from tests.deploy.exporter import Exporter
 from tests.deploy.paths import DEPLOY, load_rules
-from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, free_port, is_installed
+from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, is_installed
 from tests.deploy.render_dashboard import draw
 
 QUERIES = tuple(iter_queries())
@@ -32,11 +33,9 @@ def busy_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Promet
     ):
         prometheus.wait_for_targets()
         exporter.send("violation chain")
-        prometheus.wait_for_alert("KVCanaryViolation", timeout=20.0)
-        prometheus.wait_until(
-            lambda: bool(prometheus.query("kvcanary:forwards_checked:ratio5m")),
-            "two scrapes with forwards between them",
-        )
+        prometheus.wait_for_alert("KVCanaryViolation")
+        # Two scrapes with forwards between them.
+        prometheus.wait_for_data("kvcanary:forwards_checked:ratio5m")
         yield prometheus
 
 
@@ -44,16 +43,15 @@ def busy_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Promet
 def test_the_panel_has_data_with_the_labels_of_its_legend(
     query: PanelQuery, busy_prometheus: Prometheus
 ) -> None:
-    points = busy_prometheus.query(query.expression)
-    assert points, query.expression
+    points = busy_prometheus.wait_for_data(query.expression)
     assert not any(math.isnan(point.value) for point in points)
     assert set(re.findall(r"{{(\w+)}}", query.legend)) <= points[0].labels.keys()
 
 
 def test_the_violation_shows(busy_prometheus: Prometheus) -> None:
     by_title = {query.panel: query.expression for query in QUERIES}
-    assert busy_prometheus.query(by_title["New violations (15 min)"])[0].value >= 1
-    (row,) = busy_prometheus.query(by_title["Violations since the start"])
+    assert busy_prometheus.wait_for_data(by_title["New violations (15 min)"])[0].value >= 1
+    (row,) = busy_prometheus.wait_for_data(by_title["Violations since the start"])
     assert row.labels["check"] == "chain"
 
 

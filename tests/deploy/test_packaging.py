@@ -84,7 +84,7 @@ def test_the_wheel_installs_into_a_clean_environment_and_doctor_runs(
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, str(built[1])], check=True, capture_output=True, timeout=120)
+    subprocess.run([*pip, str(built[1])], check=True, capture_output=True, timeout=400)
     lent = next(p for p in sys.path if p.endswith("site-packages"))
     # Behind the clean environment's own packages, so that the installed wheel wins.
     site_packages = next((tmp_path / "venv/lib").glob("python*")) / "site-packages"
@@ -95,7 +95,7 @@ def test_the_wheel_installs_into_a_clean_environment_and_doctor_runs(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
     )
     assert f"kvcanary_plugin {__version__}" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
+from kvcanary_plugin.metrics import LAST_CHECK, VIOLATIONS
 
 TEXT = """\
 # HELP violations_total Violations.
@@ -42,3 +43,12 @@ def test_series_lists_labels_and_values():
 def test_text_that_is_no_exposition_is_refused():
     with pytest.raises(ValueError, match="nonsense"):
         MetricsSnapshot.parse("nonsense")
+
+
+def test_settled_are_the_counts_that_two_looks_in_a_row_show_while_gauges_move_on():
+    looks = ((0, 10), (3, 11), (3, 12), (4, 13))
+    texts = iter([f"{VIOLATIONS} {count}\n{LAST_CHECK} {time}\n" for count, time in looks])
+
+    snapshot = settled(lambda: next(texts), pause_seconds=0.0)
+
+    assert (snapshot.total(VIOLATIONS), snapshot.total(LAST_CHECK)) == (3, 12)

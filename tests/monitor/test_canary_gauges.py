@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from kvcanary_plugin.config import load_config
 from kvcanary_plugin.forward import ForwardKind
 from kvcanary_plugin.metrics import RankLabels
 from tests.monitor.world import Part, World
+from tests.waiting import replace_text, wait_until
 
 PROMPT = [11, 7, 7, 300, 0]
 SLOTS = [5, 6, 9, 2, 31]
@@ -110,11 +110,14 @@ def value(registry: prometheus_client.CollectorRegistry) -> Callable[..., float]
     return read
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def idle_turns_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one at each idle turn from now on; each comes after a poll of the drain."""
+    turns: list[None] = []
+    drain = served.canary.drain
+    on_idle = drain._on_idle
+    assert on_idle is not None
+    monkeypatch.setattr(drain, "_on_idle", lambda: turns.append(on_idle()))
+    return turns
 
 
 def test_an_idle_engine_shows_turns_and_a_fault_in_a_resident(
@@ -129,16 +132,18 @@ def test_an_idle_engine_shows_turns_and_a_fault_in_a_resident(
     assert value("kvcanary_internal_errors_total") == 0
 
 
-def test_a_reload_stops_the_scrub_of_an_idle_engine(served: Served, value: Callable[..., float]):
+def test_a_reload_stops_the_scrub_of_an_idle_engine(
+    served: Served, value: Callable[..., float], monkeypatch: pytest.MonkeyPatch
+):
     served.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS))
     wait_until(lambda: value("kvcanary_slots_scrubbed_total") > 0)
     off = {**SETTINGS, "scrub": {"bytes_per_second": 0}}
-    served.path.write_text(yaml.safe_dump(off))
+    replace_text(served.path, yaml.safe_dump(off))
     wait_until(lambda: value("kvcanary_config_reloads_total", result="ok") == 1)
-    wait_until(lambda: served.canary.monitor.config.scrub.is_off)  # type: ignore[union-attr]
-    time.sleep(0.1)
+    idle_turns = idle_turns_of(served, monkeypatch)
+    wait_until(lambda: len(idle_turns) > 2, "the poll that took over has ended, and others")
     before = value("kvcanary_slots_scrubbed_total")
-    time.sleep(0.3)
+    wait_until(lambda: len(idle_turns) > 15)
     assert value("kvcanary_slots_scrubbed_total") == before
 
 
@@ -149,7 +154,7 @@ def test_re_verified_and_external_slots_are_counted(served: Served, value: Calla
     served.world.put_row(1, SLOTS)
     served.forward(Part(uid=1, row=1, tokens=[*PROMPT, 4], slots=[12], prefix=5))
     wait_until(lambda: value("kvcanary_slots_reverified_total", group="full") == len(PROMPT))
-    assert value("kvcanary_external_slots", group="full") == len(SLOTS)
+    wait_until(lambda: value("kvcanary_external_slots", group="full") == len(SLOTS))
     assert value("kvcanary_violations_total") == 0
 
 

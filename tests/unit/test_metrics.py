@@ -17,6 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvcanary_plugin.config import CHECK_NAMES, load_config
+from kvcanary_plugin.drill.server import free_port
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
 from kvcanary_plugin.metrics import (
     METRICS,
@@ -56,15 +57,8 @@ def series_of(registry: CollectorRegistry, name: str) -> dict[frozenset[tuple[st
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         text: str = response.read().decode()
         return text
 
@@ -292,7 +286,7 @@ def run_python(program: str, **environ: str) -> str:
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -207,7 +207,7 @@ def browse(page: Path, profile: Path, *options: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return result.stdout

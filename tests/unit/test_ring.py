@@ -172,36 +172,42 @@ def test_tensor_that_is_no_ring_is_refused(ring: torch.Tensor, message: str) -> 
 
 
 _WRITER = """
-import sys, time
+import os, sys, time
 import numpy as np
-import numpy.typing as npt
-path, capacity, total, batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+path, capacity, total, batch, enough = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 ring = np.memmap(path, dtype=np.int64, mode="r+", shape=(capacity, 16))
 print("ready", flush=True)
 sys.stdin.readline()
 started = time.process_time()  # of its own: the processor may belong to others as well
-for start in range(0, total, batch):
-    n = np.arange(start, min(start + batch, total))
-    rows = n % capacity
-    ring[rows, 15] = 0
-    ring[rows, :15] = n[:, None]
-    ring[rows, 15] = n + 1
-print(total / (time.process_time() - started), flush=True)
+written = 0
+while written < total or not os.path.exists(enough):
+    for start in range(written, written + total, batch):
+        n = np.arange(start, start + batch)
+        rows = n % capacity
+        ring[rows, 15] = 0
+        ring[rows, :15] = n[:, None]
+        ring[rows, 15] = n + 1
+    written += total
+print(written, written / (time.process_time() - started), flush=True)
 """
 
 
 def test_no_count_is_lost_against_a_process_that_writes_a_million_rows_a_second(
     tmp_path: Path,
 ) -> None:
-    capacity, total = 4096, 8_000_000
-    path = tmp_path / "ring"
+    """Eight million of them, and as many again until the reader has met the writer at work."""
+    capacity, total, batch_size = 4096, 8_192_000, 512
+    path, enough = tmp_path / "ring", tmp_path / "enough"
     path.write_bytes(bytes(capacity * VIOLATION_FIELDS * 8))
     ring = torch.from_file(
         str(path), shared=True, size=capacity * VIOLATION_FIELDS, dtype=torch.int64
     ).view(capacity, VIOLATION_FIELDS)
     reader = RingReader(ring)
     with subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(path), str(capacity), str(total), "512"],
+        [
+            *(sys.executable, "-c", _WRITER),
+            *map(str, (path, capacity, total, batch_size, enough)),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -213,25 +219,28 @@ def test_no_count_is_lost_against_a_process_that_writes_a_million_rows_a_second(
         writer.stdin.flush()
         read = dropped = reads_while_writing = 0
         latest = -1
-        while True:
-            finished = writer.poll() is not None
-            batch = reader.read()
-            values = batch.rows[:, : SEQUENCE + 1]
-            assert np.all(values[:, :SEQUENCE] == values[:, :1]), "a row torn between two writes"
-            assert np.all(values[:, SEQUENCE] == values[:, 0] + 1)
-            assert len(np.unique(values[:, 0])) == len(values)
-            read += len(batch.rows)
-            dropped += batch.dropped
-            if len(values) and values[-1, 0] > latest:
-                latest = int(values[-1, 0])
-                reads_while_writing += not finished
-            if finished:
-                break
-        rate = float(writer.stdout.read())
-    assert read + dropped == total
-    assert latest == total - 1
-    assert reads_while_writing > 3
-    assert rate > 1e6, "this machine is too slow for the test to mean what it says"
+        finished = False
+        try:
+            while not finished:
+                finished = writer.poll() is not None
+                batch = reader.read()
+                values = batch.rows[:, : SEQUENCE + 1]
+                assert np.all(values[:, :SEQUENCE] == values[:, :1]), "a row torn between writes"
+                assert np.all(values[:, SEQUENCE] == values[:, 0] + 1)
+                assert len(np.unique(values[:, 0])) == len(values)
+                read += len(batch.rows)
+                dropped += batch.dropped
+                if len(values) and values[-1, 0] > latest:
+                    latest = int(values[-1, 0])
+                    reads_while_writing += not finished
+                if reads_while_writing > 3:
+                    enough.touch()
+        finally:
+            enough.touch()
+        written, rate = writer.stdout.read().split()
+    assert read + dropped == int(written)
+    assert latest == int(written) - 1
+    assert float(rate) > 1e6, "this machine is too slow for the test to mean what it says"
 
 
 @pytest.mark.usefixtures("threads_alternate")

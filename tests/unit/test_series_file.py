@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvcanary_plugin.drill.server import free_port
 from kvcanary_plugin.metrics import (
     GROUP_STATE,
     METRICS,
@@ -101,18 +101,12 @@ def test_the_values_of_a_process_that_died_stay_readable(directory):
     assert value_of(directory, SLOTS_VERIFIED) == 42
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_worker_with_its_own_endpoint_serves_its_file(directory):
     metrics = worker_metrics()
     metrics.slots(SLOTS_VERIFIED, "full", 5)
-    port = metrics.serve(port=unused_port(), address="127.0.0.1")
+    port = metrics.serve(port=free_port(), address="127.0.0.1")
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
     finally:
         metrics.close()

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvcanary_plugin.cli import main
 from kvcanary_plugin.commands.status import metrics_url
 from kvcanary_plugin.config import CanaryConfig
+from kvcanary_plugin.drill.server import free_port
 from kvcanary_plugin.forward import ForwardKind, ForwardResult
 from kvcanary_plugin.metrics import SLOTS_VERIFIED, SLOTS_WRITTEN, CanaryMetrics, RankLabels
 
@@ -51,11 +52,6 @@ class Server:
             self._serving.close()
 
 
-def free_port() -> int:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as probe:
-        return int(probe.server_address[1])
-
-
 def work(metrics: CanaryMetrics, *, decodes: int = 50, group: str = "full") -> None:
     metrics.forward(ForwardKind.PREFILL, ForwardResult.CHECKED)
     metrics.forward(ForwardKind.DECODE, ForwardResult.CHECKED, decodes)
@@ -79,9 +75,11 @@ def ask(server: Server, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[s
 def test_a_server_that_is_checked_is_guarded(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    begin = time.time()
     work(server.rank())
     status, answer = ask(server, capsys)
     (rank,) = answer["ranks"]
+    assert 0 <= rank["last_check_age_seconds"] <= time.time() - begin
     assert (status, answer["verdict"], answer["problems"]) == (0, "guarded", [])
     assert rank["slots"] == {
         "verified": 700,
@@ -92,7 +90,6 @@ def test_a_server_that_is_checked_is_guarded(
     }
     assert rank["forwards"] == {"checked": 51, "error": 0, "partial": 0, "unchecked": 0}
     assert rank["groups"] == {"full": "guarded"}
-    assert rank["last_check_age_seconds"] < 5
     assert rank["checks_off"] == ["token"]
     assert rank["write_input_assert"] is False
     assert (rank["mode"], rank["version"], rank["backend"]) == ("log", "1.2.3", "cpu")
@@ -108,7 +105,7 @@ def test_the_text_has_a_line_for_each_rank_and_the_totals(
     assert lines[0] == f"http://{server.url}/metrics"
     assert lines[1] == "GUARDED, no violations"
     assert re.fullmatch(
-        r"sglang tp0 pp0 dp0 +log +\d s ago +51 of 51 +700 +0 +full guarded", lines[4]
+        r"sglang tp0 pp0 dp0 +log +\d+ s ago +51 of 51 +700 +0 +full guarded", lines[4]
     )
     assert lines[5].startswith("sglang tp0 pp0 dp1")
     assert lines[7] == "slots          1400 verified, 120 written"
@@ -290,7 +287,7 @@ def test_an_answer_that_is_no_canary_says_what_it_is(
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.handle_request)
+        thread = threading.Thread(target=http.handle_request, daemon=True)
         thread.start()
         assert main(["status", f"127.0.0.1:{http.server_address[1]}"]) == 2
         thread.join()
