@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_unconfigure() -> None:
+    """A thread that a failed test has left behind must not keep the run from ending."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture
