@@ -155,6 +155,16 @@ def test_evidence_that_contradicts_itself_is_refused(
         replay(incident)
 
 
+def test_evidence_with_two_groups_of_one_name_is_refused(
+    lines: list[dict[str, Any]], tmp_path: Path
+):
+    line = copy.deepcopy(lines[0])
+    line["evidence"]["groups"] *= 2
+    (incident,), _ = read_incidents(write(tmp_path / "a.jsonl", line))
+    with pytest.raises(IncidentFileError, match="one name"):
+        replay(incident)
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
