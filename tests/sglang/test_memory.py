@@ -108,7 +108,7 @@ def test_only_kv_memory_makes_the_canary_forget(
     engine: Engine, tags: list[str] | None, forgets: bool
 ):
     engine.prefill(Request("a", 1, list(PROMPT)))
-    assert memory.around_release_memory(engine.session, lambda: "slept", tags) == "slept"
+    assert memory.around_release_memory(engine.monitor, lambda: "slept", tags) == "slept"
     states = set((engine.monitor.guards[0].slots.state & 0xFF).tolist())
     assert (states == {0}) is forgets
 

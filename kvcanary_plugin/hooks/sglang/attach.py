@@ -59,8 +59,7 @@ class Session:
             else None
         )
 
-        self.flushes = 0
-        self._count_flushes(model_runner.token_to_kv_pool_allocator)
+        self.flushes = memory.Flushes(model_runner.token_to_kv_pool_allocator)
         self._copies: PoolCopies | None = None
         self._host_tier: HostTier | None = None  # only with a hierarchical cache
         if self._canary.monitor is not None:
@@ -156,15 +155,6 @@ class Session:
         if self._host_tier is not None and self._host_tier.has_loads:
             self._host_tier.before_forward()
 
-    def _count_flushes(self, allocator: Any) -> None:
-        clear = allocator.clear
-
-        def counted() -> None:
-            self.flushes += 1
-            clear()
-
-        allocator.clear = counted
-
     @staticmethod
     def _follow_allocators(model_runner: Any, monitor: CanaryMonitor) -> None:
         parts = followable(model_runner.token_to_kv_pool_allocator)
@@ -228,14 +218,22 @@ def after_sample(
 
 def around_release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """AROUND ``release_memory_occupation`` of the scheduler's weight updater."""
+    session = _session_of(updater)
     return memory.around_release_memory(
-        _session_of(updater), lambda: original(updater, request), request.tags
+        session.monitor if session is not None else None,
+        lambda: original(updater, request),
+        request.tags,
     )
 
 
 def around_flush_after_update(original: Callable[..., Any], updater: Any, *args: Any) -> Any:
     """AROUND ``flush_cache_after_weight_update`` of the scheduler's weight updater."""
-    return memory.around_flush_after_update(_session_of(updater), lambda: original(updater, *args))
+    session = _session_of(updater)
+    if session is None:
+        return original(updater, *args)
+    return memory.around_flush_after_update(
+        session.flushes, session.new_weights, lambda: original(updater, *args)
+    )
 
 
 def _session_of(updater: Any) -> Session | None:
