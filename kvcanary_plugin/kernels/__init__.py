@@ -53,6 +53,7 @@ from kvcanary_plugin.kernels.scrub_ref import (
     launch_canary_scrub_range_kernel_torch_reference,
     launch_canary_seal_kernel_torch_reference,
 )
+from kvcanary_plugin.kernels.side_stream import beside_the_engine
 from kvcanary_plugin.kernels.snapshot import (
     launch_canary_compare_tables_kernel,
     launch_canary_snapshot_kernel,
@@ -93,6 +94,7 @@ __all__ = [
     "ViolationField",
     "WritePlan",
     "allocate_records",
+    "beside_the_engine",
     "build_cpu",
     "build_cuda",
     "chain_hash",

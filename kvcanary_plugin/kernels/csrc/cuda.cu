@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 
 #include "checks.h"
 #include "concatenate.cuh"
@@ -31,21 +32,24 @@ void check_cuda(cudaError_t error, const char* what) {
 }
 
 // A second stream of a device, for launches that run beside what its current stream holds. Made
-// when first asked for, by the one thread that launches the engine's forwards, and never destroyed.
+// when first asked for, and never destroyed. Several engines of a process, each with a thread of its
+// own, share it: one at a time records its events.
 struct Branch {
   cudaStream_t stream = nullptr;
   cudaEvent_t begins = nullptr, ends = nullptr;
+  std::mutex in_use;
 
-  // With `device_id` current.
   static Branch& of(int device_id) {
     static Branch branches[kMostDevices];
-    Branch& branch = branches[std::clamp(device_id, 0, kMostDevices - 1)];
-    if (branch.ends == nullptr) {
-      check_cuda(cudaStreamCreateWithFlags(&branch.stream, cudaStreamNonBlocking), "a stream");
-      check_cuda(cudaEventCreateWithFlags(&branch.begins, cudaEventDisableTiming), "an event");
-      check_cuda(cudaEventCreateWithFlags(&branch.ends, cudaEventDisableTiming), "an event");
-    }
-    return branch;
+    return branches[std::clamp(device_id, 0, kMostDevices - 1)];
+  }
+
+  // In use, and with its device current.
+  void make() {
+    if (ends != nullptr) return;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    check_cuda(cudaEventCreateWithFlags(&begins, cudaEventDisableTiming), "an event");
+    check_cuda(cudaEventCreateWithFlags(&ends, cudaEventDisableTiming), "an event");
   }
 };
 
@@ -74,7 +78,7 @@ class OnDevice {
 
   // What is launched from here on follows what the stream holds, and nothing waits for it.
   void branch_off() {
-    Branch& branch = Branch::of(device_.device_id);
+    Branch& branch = use_branch();
     check_cuda(cudaEventRecord(branch.begins, stream_), "cudaEventRecord");
     check_cuda(cudaStreamWaitEvent(branch.stream, branch.begins, 0), "cudaStreamWaitEvent");
     stream_ = branch.stream;
@@ -86,9 +90,8 @@ class OnDevice {
   }
 
   // The stream goes on when everything on the branch is done.
-  void join_branch() const {
-    const cudaEvent_t ends = Branch::of(device_.device_id).ends;
-    check_cuda(cudaStreamWaitEvent(stream_, ends, 0), "cudaStreamWaitEvent");
+  void join_branch() {
+    check_cuda(cudaStreamWaitEvent(stream_, use_branch().ends, 0), "cudaStreamWaitEvent");
   }
 
   int multiprocessors() const {
@@ -104,9 +107,18 @@ class OnDevice {
   }
 
  private:
+  // Until the end of this object, for this thread alone.
+  Branch& use_branch() {
+    Branch& branch = Branch::of(device_.device_id);
+    branch_in_use_ = std::unique_lock<std::mutex>(branch.in_use);
+    branch.make();
+    return branch;
+  }
+
   DLDevice device_;
   int previous_ = 0;
   cudaStream_t stream_ = nullptr;
+  std::unique_lock<std::mutex> branch_in_use_;
 };
 
 // ---- grids -------------------------------------------------------------------------------------
@@ -253,8 +265,17 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
 // A tensor, not a number: tvm-ffi learns the current stream of a device from an argument that lies
 // on it, and names the default stream otherwise.
 void canary_join_writes(TensorView marker) {
-  const OnDevice on_device(marker.device());
+  OnDevice on_device(marker.device());
   on_device.join_branch();
+}
+
+// How calls of this thread get on with CUDA graphs that are being captured (a
+// cudaStreamCaptureMode); returns what held before.
+int64_t canary_exchange_capture_mode(int64_t mode) {
+  cudaStreamCaptureMode exchanged = static_cast<cudaStreamCaptureMode>(mode);
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&exchanged),
+             "cudaThreadExchangeStreamCaptureMode");
+  return static_cast<int64_t>(exchanged);
 }
 
 void canary_verify_plan(TensorView launch, TensorView slots, TensorView expected_tokens,
@@ -581,6 +602,7 @@ int64_t canary_concatenate(TensorView output, int64_t start, TensorView first,
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_write, canary_write);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_join_writes, canary_join_writes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_exchange_capture_mode, canary_exchange_capture_mode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_verify_plan, canary_verify_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_verify_table, canary_verify_table);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(canary_plan, canary_plan);

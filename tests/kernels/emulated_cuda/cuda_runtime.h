@@ -7,11 +7,14 @@
 
 #include <ucontext.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #define __global__
@@ -241,13 +244,42 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 
-// One stream at a time: everything launched is done when the launch returns.
-using cudaEvent_t = void*;
+// Everything launched is done when the launch returns. Events know who recorded them, so that a
+// stream that waits for another thread's place on the caller's stream is an error.
+constexpr cudaError_t cudaErrorOfAnotherThread = 1;
+struct EmulatedEvent {
+  bool marks_callers_stream = false;
+  std::thread::id recorded_by;
+};
+using cudaEvent_t = EmulatedEvent*;
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = new char;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new EmulatedEvent;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  *event = {stream == nullptr, std::this_thread::get_id()};
+  std::this_thread::sleep_for(std::chrono::microseconds(20));  // other threads have their turn
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
+  const bool own = event->recorded_by == std::this_thread::get_id();
+  return event->marks_callers_stream && !own ? cudaErrorOfAnotherThread : cudaSuccess;
+}
+
+// Nothing is captured; the mode is only kept, for each thread.
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode of_thread = cudaStreamCaptureModeGlobal;
+  const cudaStreamCaptureMode before = of_thread;
+  of_thread = *mode;
+  *mode = before;
+  return cudaSuccess;
+}
 
 struct cudaLaunchConfig_t {
   dim3 gridDim;
@@ -259,6 +291,8 @@ struct cudaLaunchConfig_t {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> launching(one_at_a_time);
   gridDim = config->gridDim;
   blockDim = config->blockDim;
   emulated_cuda::body = [&] { kernel(arguments...); };
