@@ -190,6 +190,7 @@ class Canary:
                     recorder=self.monitor.recorder,
                     config=lambda monitor=self.monitor: monitor.config,  # type: ignore[misc]
                     names=self.names,
+                    page_tables=self.monitor.page_tables,
                 )
                 if self.monitor is not None
                 else None

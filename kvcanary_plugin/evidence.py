@@ -8,7 +8,7 @@ violation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,7 @@ from kvcanary_plugin.incident_file import (
     Slots,
     TableRow,
 )
+from kvcanary_plugin.kernels import beside_the_engine
 from kvcanary_plugin.kernels.consts import PADDING_SLOT, RECORD_FIELDS, UNKNOWN, SlotState
 from kvcanary_plugin.kernels.hashes import chain_start, splitmix64_mix3, to_signed
 from kvcanary_plugin.recorder import FlightRecorder, RecordedForward, SlotEvent
@@ -38,6 +39,10 @@ from kvcanary_plugin.violations import RequestNames, Violation
 
 # Positions of a request that are kept: all of a short one, so many around the root of a long one.
 MAX_POSITIONS: Final = 4096
+
+
+class _TablesAreGoneError(Exception):
+    """The memory of the engine's page tables is not its own any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class EvidenceCollector:
         recorder: the flight recorder.
         config: returns the settings in force.
         names: request ids by uid.
+        page_tables: yields whether the engine's page tables may be read, and keeps them there.
     """
 
     def __init__(
@@ -82,31 +88,46 @@ class EvidenceCollector:
         recorder: FlightRecorder,
         config: Callable[[], CanaryConfig],
         names: RequestNames,
+        page_tables: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         self._guards = tuple(guards)
         self._recorder = recorder
         self._config = config
         self._names = names
+        self._page_tables = page_tables
         self._group_names = [guard.group.name for guard in guards]
         self._device = guards[0].group.device
         self._stream: torch.cuda.Stream | None = None
 
-    def collect(self, root: Violation, veil: Veil) -> Evidence:
-        """Everything that is known about ``root``, with token ids as ``veil`` shows them."""
+    def collect(self, root: Violation, veil: Veil) -> Evidence | None:
+        """Everything that is known about ``root``, with token ids as ``veil`` shows them.
+
+        None when the engine has given its page tables away since.
+        """
         with self._beside_the_engine():
             window = self._recorder.window(until_step=root.step)
-            return _Collection(self, root, veil, window).evidence()
+            try:
+                return _Collection(self, root, veil, window).evidence()
+            except _TablesAreGoneError:
+                return None
+
+    def slots_in_table(self, guard: GroupGuard, row: int, positions: _Range) -> list[int]:
+        """Slots that row ``row`` names for ``positions``, in the group's own numbering, as they
+        stand. Raises _TablesAreGoneError."""
+        with self._page_tables() as are_there:
+            if not are_there:
+                raise _TablesAreGoneError
+            return _slots_in_table(guard, row, positions)
 
     @contextmanager
     def _beside_the_engine(self) -> Iterator[None]:
         if self._device.type != "cuda":
             yield
             return
-        with torch.cuda.device(self._device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                yield
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with beside_the_engine(self._stream):
+            yield
 
     def request_id(self, uid: int) -> str | None:
         """The engine's id of a request."""
@@ -192,7 +213,7 @@ class _Collection:
     def _request(self, role: str, seen: _Seen) -> Request:
         rows = []
         for index, guard in enumerate(self._guards):
-            slots = _slots_in_table(guard, seen.row, seen.kept)
+            slots = self._collector.slots_in_table(guard, seen.row, seen.kept)
             rows.append(TableRow(group=guard.group.name, slots=slots))
             if role == "reader":
                 self._add_slots(index, slots)
@@ -309,7 +330,9 @@ class _Collection:
                 seed = self._written_before(forward, request, index, position)
                 if seed == UNKNOWN:
                     row = int(forward.request_rows[request])
-                    (seed,) = _slots_in_table(guard, row, _Range(position, position + 1))
+                    (seed,) = self._collector.slots_in_table(
+                        guard, row, _Range(position, position + 1)
+                    )
             seeds[guard.group.name] = seed if seed > PADDING_SLOT else UNKNOWN
             self._add_slots(index, [seed])
         return seeds

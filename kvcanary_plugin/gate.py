@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcanary_plugin.kernels import join_writes
+from kvcanary_plugin.kernels import beside_the_engine, join_writes
 
 
 class EngineGate:
@@ -36,6 +36,7 @@ class EngineGate:
         self._clock = clock
         self._lock = threading.RLock()  # of the engine's thread, `engine_works` in itself
         self._engine_is_inside = False
+        self._tables_are_there = True
         self._left_at: float | None = None
         cuda: Any = torch.cuda if device.type == "cuda" else None
         self._launched = cuda.Event() if cuda is not None else None
@@ -46,7 +47,7 @@ class EngineGate:
     def engine_enters(self) -> None:
         """A forward begins. One that was never left (it failed) is begun again."""
         with self._lock:
-            self._engine_is_inside = True
+            self._engine_is_inside = self._tables_are_there = True
             self.join_branch()
 
     def branch_begins(self) -> None:
@@ -76,6 +77,17 @@ class EngineGate:
             if self._launched is not None:
                 self._launched.record()
 
+    def tables_go(self) -> None:
+        """The engine may give away what its page tables lie in, until its next forward."""
+        with self._lock:
+            self._tables_are_there = False
+
+    @contextmanager
+    def tables(self) -> Iterator[bool]:
+        """Yields whether page tables may be read. Inside, nobody gives them away."""
+        with self._lock:
+            yield self._tables_are_there
+
     def join_branch(self) -> None:
         """The forward's stream goes on once the writes beside the forward are done."""
         self._wait_for_branch()
@@ -93,20 +105,19 @@ class EngineGate:
             yield False
             return
         try:
-            if self._engine_is_inside or not self._device_is_done():
+            if self._engine_is_inside:
                 yield False
-            elif self._idle_stream is None:
+            elif self._launched is None or self._idle_stream is None:
                 yield True
             else:
-                with torch.cuda.stream(self._idle_stream):
-                    yield True
-                self._idle_stream.synchronize()
+                with beside_the_engine(self._idle_stream):
+                    try:
+                        yield bool(self._launched.query())
+                    finally:
+                        self._idle_stream.synchronize()
         finally:
             self._lock.release()
 
     def _wait_for_branch(self) -> None:
         if self._has_branch:
             join_writes(self._marker)
-
-    def _device_is_done(self) -> bool:
-        return self._launched is None or bool(self._launched.query())

@@ -36,6 +36,7 @@ class SlotEvents:
         self._lock = threading.Lock()
         self._queued: list[SlotEvent] = []
         self._in_flight: deque[Sequence[SlotEvent]] = deque(maxlen=_KEPT_BATCHES)
+        self._streams: set[torch.cuda.Stream] = set()  # that events were queued under
         self._is_on = True
 
     def alloc(self, slots: torch.Tensor) -> None:
@@ -81,7 +82,20 @@ class SlotEvents:
                 self._in_flight.append(events)
         return events
 
+    def wait_for_tensors(self) -> None:
+        """The current stream waits for what made the tensors of the events that were taken.
+
+        For whoever does not follow the engine's streams: an engine's forwards wait for its
+        scheduling by themselves.
+        """
+        with self._lock:
+            streams = tuple(self._streams)
+        for stream in streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
     def _queue(self, event: SlotEvent) -> None:
         with self._lock:
             if self._is_on:
                 self._queued.append(event)
+                if event.slots is not None and event.slots.is_cuda:
+                    self._streams.add(torch.cuda.current_stream(event.slots.device))

@@ -126,7 +126,7 @@ class CanaryMonitor:
             guards=self.guards,
             settings=config.scrub,
             gate=self._gate,
-            apply_events=self._apply_queued_events,
+            apply_events=self._apply_events_on_idle,
         )
         self.reverifier = Reverifier(guards=self.guards, max_requests=max_requests)
         self.stores = StoreWatch(self.guards)
@@ -259,7 +259,8 @@ class CanaryMonitor:
         """Tell the oracle what the sampler chose: ``tokens[r]`` at ``positions[r]``, all [bs]."""
         if self.history is None or self.blind_because is not None:
             return
-        with self.guard_errors("oracle"):
+        # The row of a request that is done may get its next tenant on another stream.
+        with self.guard_errors("oracle"), self._gate.engine_works():
             self.history.record_sampled(request_rows, positions, tokens)
 
     @contextmanager
@@ -270,6 +271,12 @@ class CanaryMonitor:
         """
         with self._gate.engine_works():
             yield
+
+    @contextmanager
+    def page_tables(self) -> Iterator[bool]:
+        """For any thread: yields whether the engine's tables may be read; inside, they stay."""
+        with self._gate.tables() as are_there:
+            yield are_there
 
     def copy_slots(self, index: int, source: torch.Tensor, destination: torch.Tensor) -> None:
         """The engine has copied K/V (int64 [n] slots each): the records go with it.
@@ -299,8 +306,10 @@ class CanaryMonitor:
     def forget_everything(self) -> None:
         """The engine has dropped all K/V (after its warm-up, or when it wakes up).
 
-        Also before it gives the memory away: bytes that nobody has written are not read.
+        Also before it gives the memory away: bytes that nobody has written are not read, and page
+        tables not before the next forward.
         """
+        self._gate.tables_go()
         if self.blind_because is None:
             with self.guard_errors("lifecycle"), self._gate.engine_works():
                 self._apply_queued_events()
@@ -529,11 +538,13 @@ class CanaryMonitor:
 
     # --- what the steps need --------------------------------------------------------------------
 
-    def _apply_queued_events(self) -> None:
+    def _apply_queued_events(self, *, on_idle: bool = False) -> None:
         """Outside of a forward, before something that comes after the events queued so far."""
         for guard in self.guards:
             events = self._take_events(guard)
             if events:
+                if on_idle:
+                    guard.events.wait_for_tensors()
                 launch_canary_prepare_kernel(
                     context=guard.context(LaunchTag.LIFECYCLE),
                     reads=self._no_reads(guard.group),
@@ -542,6 +553,14 @@ class CanaryMonitor:
                     step=self._last_step,
                     events=events,
                 )
+
+    def _apply_events_on_idle(self) -> None:
+        """The same for an idle turn, which an error ends: events that are lost may not stay so."""
+        try:
+            self._apply_queued_events(on_idle=True)
+        except Exception as error:
+            self._go_blind("lifecycle", error)
+            raise
 
     def _no_reads(self, group: KVCacheGroup) -> TableReads:
         """The reads of a batch without requests."""
@@ -687,13 +706,16 @@ class CanaryMonitor:
             raise
         except Exception as error:
             self._result = ForwardResult.ERROR
-            if self.blind_because is None:
-                self.blind_because = f"{where}: {type(error).__name__}: {error}"
-                for guard in self.guards:
-                    guard.events.stop()
-                self._on_error(where, error)
+            self._go_blind(where, error)
             if self._config.mode == "raise":
                 raise
+
+    def _go_blind(self, where: ErrorPlace, error: BaseException) -> None:
+        if self.blind_because is None:
+            self.blind_because = f"{where}: {type(error).__name__}: {error}"
+            for guard in self.guards:
+                guard.events.stop()
+            self._on_error(where, error)
 
 
 def _with_dummy_uids(step: ForwardStep) -> ForwardStep:

@@ -168,6 +168,8 @@ class Reporter:
             collected.append(self._evidence.collect(root, self._veil))
         if not collected:
             return None, "collecting it failed; the engine's log says why"
+        if collected[0] is None:
+            return None, "the engine went to sleep before it was collected"
         return collected[0], None
 
     def _end(self, incident: Incident) -> None:

@@ -57,6 +57,7 @@ class IncidentWorld(World):
                 recorder=self.monitor.recorder,
                 config=lambda: self.config,
                 names=self.names,
+                page_tables=self.monitor.page_tables,
             ),
             engine="test",
             clock=lambda: self.clock,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcanary_plugin import evidence as evidence_module
 from kvcanary_plugin import step_copy
 from kvcanary_plugin.forward import ForwardKind, ForwardStep
 from kvcanary_plugin.incident_file import read_incidents
@@ -18,7 +19,7 @@ from kvcanary_plugin.kernels import concatenate_integers
 from kvcanary_plugin.kernels.consts import EventKind
 from kvcanary_plugin.recorder import FlightRecorder
 from tests.monitor.incident_world import IncidentWorld
-from tests.monitor.world import Part, checking_everything
+from tests.monitor.world import Part, World, checking_everything
 
 PROMPT = [31311, 31317, 31319, 31321, 31327]
 SLOTS = [5, 6, 9, 2, 31]
@@ -279,6 +280,43 @@ def test_a_flood_of_incidents_gets_evidence_for_some_and_says_so_for_the_rest(tm
     assert len(with_evidence) == 12
     reasons = {i.no_evidence_because for i in incidents if i.evidence is None}
     assert reasons == {"more than 12 incidents in this minute"}
+
+
+def test_an_engine_that_has_gone_to_sleep_is_not_asked_for_its_page_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing is left behind their addresses: a read of it would be the engine's end."""
+    world = IncidentWorld(directory=tmp_path)
+    world.forward(Part(uid=1, row=1, tokens=PROMPT, slots=SLOTS))
+    world.bytes_of(world.full_kv[0], 9)[0] ^= 1
+    decode = Part(uid=1, row=1, tokens=[*PROMPT, 1], slots=[12], prefix=5)
+    World.forward(world, decode, kind=ForwardKind.DECODE)  # the drain has not looked yet
+    world.monitor.forget_everything()
+    with monkeypatch.context() as asleep:
+        asleep.setattr(evidence_module, "_slots_in_table", lambda *_: pytest.fail("read"))
+        world.drain.flush()
+    (incident,) = world.incidents()
+    assert incident.evidence is None
+    assert incident.no_evidence_because == "the engine went to sleep before it was collected"
+
+    again = Part(uid=2, row=2, tokens=PROMPT, slots=SLOTS)
+    world.forward(again)
+    world.bytes_of(world.full_kv[0], 2)[0] ^= 1
+    world.forward(Part(uid=2, row=2, tokens=[*PROMPT, 1], slots=[12], prefix=5))
+    assert world.incidents()[-1].evidence is not None
+
+
+def test_page_tables_stay_while_somebody_reads_them():
+    monitor = World().monitor
+    with monitor.page_tables() as are_there:
+        sleep = threading.Thread(target=monitor.forget_everything)
+        sleep.start()
+        sleep.join(0.02)
+        assert are_there
+        assert sleep.is_alive()
+    sleep.join()
+    with monitor.page_tables() as are_there:
+        assert not are_there
 
 
 def test_a_recorder_that_fails_costs_reports_and_no_check(
