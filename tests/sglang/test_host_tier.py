@@ -7,6 +7,7 @@ the test says so, as on a GPU, where they run beside the forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,6 +294,76 @@ def test_an_error_of_the_canary_does_not_reach_the_engine(
     assert ran == [True]
     assert "no room for records" in str(engine.monitor.blind_because)
     assert engine.violations() == []
+
+
+# --- streams, as far as they can be told apart without a GPU --------------------------------------
+
+
+class Streams:
+    """The stream that is current, and the tensors that each stream is said to read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "scheduling"
+        self.reads: list[tuple[str, int]] = []  # (stream, address)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: self.reads.append((stream, tensor.data_ptr())),
+        )
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, str(stream)
+        yield
+        self.current = before
+
+
+class SideStream:
+    def wait_stream(self, other: str) -> None:
+        assert other == "scheduling"
+
+    def __str__(self) -> str:
+        return "side"
+
+
+@pytest.fixture
+def part(engine: Engine) -> host_tier.TierPart:
+    """Of a pool on a GPU, as far as it matters for streams."""
+    assert engine.session._host_tier is not None
+    (part,) = engine.session._host_tier._parts
+    return part
+
+
+def test_slots_of_a_backup_stay_until_its_stream_has_read_them(
+    engine: Engine, tier: Tier, part: host_tier.TierPart, monkeypatch: pytest.MonkeyPatch
+):
+    """Hundreds of backups may wait for the same forward: no number of kept ones is enough."""
+    request = Request("a", 1, list(PROMPT))
+    engine.prefill(request)
+    tier.back_up(request.slots)
+    streams = Streams(monkeypatch)
+    mine = torch.arange(8), torch.tensor(request.slots)
+    monkeypatch.setattr(part, "_indices", lambda _transfer: mine)
+    monkeypatch.setattr(part, "_device", torch.device("cuda", 0))
+    part.before_backup(tier._transfer([0], [0]), SideStream())
+    assert streams.reads == [("side", tensor.data_ptr()) for tensor in mine]
+    assert engine.monitor.blind_because is None
+
+
+def test_what_a_load_was_submitted_with_stays_until_the_forwards_stream_has_read_it(
+    engine: Engine, tier: Tier, part: host_tier.TierPart, monkeypatch: pytest.MonkeyPatch
+):
+    load_back(engine, tier, evicted(engine, tier))
+    (load,) = part._submitted
+    streams = Streams(monkeypatch)
+    monkeypatch.setattr(part, "_device", torch.device("cuda", 0))
+    with streams.on("forward"):
+        part.before_forward()
+    kept = (load.slots, load.carried.records, load.carried.states)
+    assert streams.reads == [("forward", tensor.data_ptr()) for tensor in kept]
+    assert engine.monitor.blind_because is None
 
 
 # --- a pool for full attention and one for the window ---------------------------------------------

@@ -7,7 +7,6 @@ that forward is launched, and their bytes are compared once all of them have arr
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,6 @@ from kvcanary_plugin.carried import CarriedRecords, LoadInFlight
 from kvcanary_plugin.guard import GroupGuard
 from kvcanary_plugin.kernels.consts import RECORD_FIELDS
 from kvcanary_plugin.monitor import CanaryMonitor
-
-# Tensors of past transfers that are kept: launches on other streams may still read them.
-_KEPT = 64
 
 
 class StorageAttachedError(RuntimeError):
@@ -97,7 +93,6 @@ class TierPart:
         self._host_records: dict[int, HostRecords] = {}
         self._submitted: list[_Load] = []
         self._arriving: list[tuple[_Load, LoadInFlight]] = []
-        self._kept: deque[Any] = deque(maxlen=_KEPT)
 
     def before_backup(self, transfer: Any, stream: Any) -> None:
         """BEFORE the bytes of a transfer leave for the host on ``stream``, whose work so far is
@@ -108,10 +103,10 @@ class TierPart:
             host_records = self._records_of(transfer.host_pool)
             host_slots, slots = self._indices(transfer)
             with self._after_the_engine(stream):
+                self._read_here(host_slots, slots)
                 carried = self._monitor.export_slots(self._index, slots)
                 if carried is not None:
                     host_records.put(host_slots, carried)
-            self._kept.append((host_slots, slots, carried))
 
     def after_load(self, transfer: Any, finished: Any) -> None:
         """AFTER a transfer back to the device was submitted; ``finished`` is its last event."""
@@ -122,12 +117,12 @@ class TierPart:
             # Now: the host slots may be others' by the next forward.
             carried = self._records_of(transfer.host_pool).take(host_slots)
             self._submitted.append(_Load(carried, slots, finished))
-            self._kept.append(host_slots)
             self._tier.has_loads = True
 
     def before_forward(self) -> bool:
         """Puts back what was submitted, compares what has arrived; whether more is on its way."""
         for load in self._submitted:
+            self._read_here(load.slots, load.carried.records, load.carried.states)
             in_flight = self._monitor.import_in_flight(self._index, load.slots, load.carried)
             if in_flight is not None:
                 self._arriving.append((load, in_flight))
@@ -136,7 +131,6 @@ class TierPart:
         for load, in_flight in self._arriving:
             if load.finished.query():
                 self._monitor.bytes_arrived(self._index, in_flight)
-                self._kept.append((load, in_flight))
             else:
                 still_arriving.append((load, in_flight))
         self._arriving = still_arriving
@@ -157,6 +151,13 @@ class TierPart:
             return indices.to(torch.int64)
         # Pinned: the host would otherwise wait for everything in front of the copy.
         return indices.to(torch.int64).pin_memory().to(self._device, non_blocking=True)
+
+    def _read_here(self, *tensors: torch.Tensor) -> None:
+        """The current stream reads ``tensors``, made on another: nobody gets their memory before it
+        has done so, however many transfers it is behind."""
+        if self._device.type == "cuda":
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def _after_the_engine(self, stream: Any) -> Iterator[None]:
