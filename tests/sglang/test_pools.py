@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcanary_plugin.hooks.sglang.allocators import follow, followable
-from kvcanary_plugin.hooks.sglang.pools import guarded_pools
+from kvcanary_plugin.hooks.sglang.pools import _table_is_stable, guarded_pools
 from kvcanary_plugin.kernels import EventKind
 from kvcanary_plugin.lifecycle import SlotEvents
 
@@ -168,3 +168,24 @@ def test_a_paged_allocator_gives_back_whole_pages():
 def test_an_allocator_that_is_not_known_is_not_followed():
     assert followable(SimpleNamespace()) == {}
     assert guarded_pools(runner(mha(), SimpleNamespace())).groups[0].tracks_allocation is False
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "is_stable"),
+    [
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cuda", {"disable_overlap_schedule": True}, True),
+        ("cuda", {"disable_overlap_schedule": True, "pp_size": 2}, False),
+    ],
+)
+def test_a_table_is_compared_only_where_schedule_and_forwards_share_a_stream(
+    device: str, settings: dict[str, Any], is_stable: bool
+):
+    """A pipeline switches overlap scheduling off, and has its forwards on a stream of their own."""
+    table = SimpleNamespace(device=SimpleNamespace(type=device))
+    stand_in = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        server_args=SimpleNamespace(**settings),
+    )
+    assert _table_is_stable(stand_in) is is_stable

@@ -149,9 +149,13 @@ def _table_is_stable(model_runner: Any) -> bool:
     """Whether nobody rewrites req_to_token between the launch and the end of a forward.
 
     With overlap scheduling on a GPU the scheduler may, as soon as the forward has read the table.
+    A pipeline has its schedule and its forwards on two streams as well.
     """
-    on_cpu = model_runner.req_to_token_pool.req_to_token.device.type == "cpu"
-    return on_cpu or bool(getattr(model_runner.server_args, "disable_overlap_schedule", False))
+    if model_runner.req_to_token_pool.req_to_token.device.type == "cpu":
+        return True
+    settings = model_runner.server_args
+    has_one_stream = bool(getattr(settings, "disable_overlap_schedule", False))
+    return has_one_stream and int(getattr(settings, "pp_size", 1) or 1) == 1
 
 
 # ---- pools put together --------------------------------------------------------------------------
