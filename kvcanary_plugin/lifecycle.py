@@ -36,7 +36,9 @@ class SlotEvents:
         self._lock = threading.Lock()
         self._queued: list[SlotEvent] = []
         self._in_flight: deque[Sequence[SlotEvent]] = deque(maxlen=_KEPT_BATCHES)
-        self._streams: set[torch.cuda.Stream] = set()  # that events were queued under
+        # Those that what is queued, and what was taken last, was queued under.
+        self._streams: set[torch.cuda.Stream] = set()
+        self._streams_of_taken: set[torch.cuda.Stream] = set()
         self._is_on = True
 
     def alloc(self, slots: torch.Tensor) -> None:
@@ -78,18 +80,19 @@ class SlotEvents:
         """The events since the last call, for the coming forward."""
         with self._lock:
             events, self._queued = self._queued, []
+            self._streams_of_taken, self._streams = self._streams, set()
             if events:
                 self._in_flight.append(events)
         return events
 
     def wait_for_tensors(self) -> None:
-        """The current stream waits for what made the tensors of the events that were taken.
+        """The current stream waits for what made the tensors of the events that were taken last.
 
         For whoever does not follow the engine's streams: an engine's forwards wait for its
         scheduling by themselves.
         """
         with self._lock:
-            streams = tuple(self._streams)
+            streams = tuple(self._streams_of_taken)
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 

@@ -155,7 +155,11 @@ def test_who_takes_events_on_an_idle_engine_waits_for_their_tensors(cuda: Cuda):
     with torch.cuda.stream(idle):
         assert len(events.take()) == 2
         events.wait_for_tensors()
-    assert cuda.diary == ["idle waits for scheduling"]
+        assert cuda.diary == ["idle waits for scheduling"]
+        events.reset()
+        assert len(events.take()) == 1
+        events.wait_for_tensors()
+        assert len(cuda.diary) == 1
 
 
 def test_events_on_a_cpu_wait_for_nothing(cuda: Cuda):
