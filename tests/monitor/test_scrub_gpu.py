@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -59,9 +61,9 @@ def test_the_share_of_step_time_holds_on_the_device():
     assert 0.07 <= shares[2] <= 0.12
 
 
-def test_an_idle_thread_scrubs_and_never_meets_a_forward(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scrub_module, "_IDLE_SECONDS", 0.0)
-    engine = GpuEngine(scrub={"percent_of_step_time": 50})
+@contextmanager
+def idle_thread(engine: GpuEngine) -> Iterator[None]:
+    """A thread that scrubs whenever the engine is idle."""
     engine.is_alone = False
     torch.cuda.synchronize()
     stop, errors = threading.Event(), []
@@ -77,6 +79,17 @@ def test_an_idle_thread_scrubs_and_never_meets_a_forward(monkeypatch: pytest.Mon
     thread = threading.Thread(target=idle)
     thread.start()
     try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not errors
+
+
+def test_an_idle_thread_scrubs_and_never_meets_a_forward(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scrub_module, "_IDLE_SECONDS", 0.0)
+    engine = GpuEngine(scrub={"percent_of_step_time": 50})
+    with idle_thread(engine):
         for number in range(150):
 
             def rewrite(value: int = number % 251) -> None:
@@ -99,11 +112,25 @@ def test_an_idle_thread_scrubs_and_never_meets_a_forward(monkeypatch: pytest.Mon
         while not seen and time.monotonic() < deadline:
             time.sleep(0.05)
             seen = engine.violations()
-    finally:
-        stop.set()
-        thread.join(30)
-    assert not errors
     assert found(seen) == {("real_kv", 123)}
+
+
+def test_an_idle_thread_spoils_no_graph_that_the_engine_captures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scrub_module, "_IDLE_SECONDS", 0.0)
+    engine = GpuEngine(scrub={"percent_of_step_time": 50})
+    engine.decode(engine.compute)
+    counted, graph, nodes = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph(), 0
+    with idle_thread(engine):
+        before = engine.guard.launches_run(LaunchTag.SCRUB)
+        with torch.cuda.graph(graph):
+            while engine.guard.launches_run(LaunchTag.SCRUB) < before + 3 and nodes < 5000:
+                counted.add_(1)
+                nodes += 1
+                time.sleep(0.001)
+        assert engine.guard.launches_run(LaunchTag.SCRUB) >= before + 3
+    graph.replay()
+    assert int(counted) == nodes
+    assert engine.violations() == []
 
 
 def test_a_row_that_changes_under_the_forward_is_table_changed():
