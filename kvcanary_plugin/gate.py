@@ -111,8 +111,12 @@ class EngineGate:
                 yield True
             else:
                 with beside_the_engine(self._idle_stream):
+                    # Torch has few streams and hands them out again: a graph may be captured here.
+                    if torch.cuda.is_current_stream_capturing() or not self._launched.query():
+                        yield False
+                        return
                     try:
-                        yield bool(self._launched.query())
+                        yield True
                     finally:
                         self._idle_stream.synchronize()
         finally:

@@ -53,10 +53,14 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.diary: list[str] = []
         self.device_is_done = True
+        self.captures: set[str] = set()  # names of streams
         self._device, self._mode, self._stream = 0, GLOBAL, Stream("default", self)
         monkeypatch.setattr(torch.cuda, "device", self.on_device)
         monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: self._stream)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: self._stream.name in self.captures
+        )
         kernels = SimpleNamespace(canary_exchange_capture_mode=self._exchange)
         monkeypatch.setattr(side_stream, "kernels_for", lambda _device: kernels)
 
@@ -117,6 +121,15 @@ def test_no_idle_turn_while_the_device_works(gate: EngineGate, cuda: Cuda):
     with gate.idle_turn() as may:
         assert not may
     assert cuda.state == (0, GLOBAL, "default")
+
+
+def test_no_idle_turn_on_a_stream_on_which_the_engine_captures_a_graph(
+    gate: EngineGate, cuda: Cuda
+):
+    cuda.captures.add("idle")
+    with gate.idle_turn() as may:
+        assert not may
+    assert cuda.diary == []  # a wait for the stream would end the capture
 
 
 def test_an_idle_turn_that_fails_leaves_nothing_running(gate: EngineGate, cuda: Cuda):
