@@ -12,6 +12,11 @@ from kvcanary_plugin.drill.server import EngineServer, EngineSpec
 Spec = TypeVar("Spec", bound=EngineSpec)
 Server = TypeVar("Server", bound=EngineServer)
 
+# A server takes a quarter of a minute to start and ten seconds to end; several times that where the
+# processor belongs to others as well.
+START_SECONDS = 400.0
+END_SECONDS = 200.0
+
 
 class ServerPool(Generic[Spec, Server]):
     """Running servers by specification; the one that was asked for longest ago makes room.

@@ -12,7 +12,7 @@ import pytest
 
 from kvcanary_plugin.drill.drill import write_drill_config
 from kvcanary_plugin.drill.server import ServerSpec, SGLangServer
-from tests.server_pool import ServerPool
+from tests.server_pool import END_SECONDS, START_SECONDS, ServerPool
 
 # A guarded server beside one without the plugin.
 MOST_SERVERS = 2
@@ -35,7 +35,12 @@ def server_pool(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ServerPool[ServerSpec, SGLangServer]]:
     pool = ServerPool(
-        lambda spec, log: SGLangServer(spec, log_path=log),
+        lambda spec, log: SGLangServer(
+            spec,
+            log_path=log,
+            start_timeout_seconds=START_SECONDS,
+            stop_timeout_seconds=END_SECONDS,
+        ),
         logs=tmp_path_factory.mktemp("servers"),
         most=MOST_SERVERS,
     )

@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import pytest
 
@@ -24,20 +21,12 @@ from kvcanary_plugin.drill.traffic import (
     run_traffic,
 )
 from tests.e2e.processes import live_processes, session_members
+from tests.server_pool import END_SECONDS
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
-T = TypeVar("T")
-
 PLAIN = replace(PRESETS["llama"], plugin=False)
-
-
-def wait_until(condition: Callable[[], T], seconds: float) -> T:
-    """The first true value of ``condition``; its last value when the time is over."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return value
 
 
 def test_mixed_traffic_is_served_with_prefix_hits_and_aborts_and_without_failures(shared_server):
@@ -52,8 +41,11 @@ def test_mixed_traffic_is_served_with_prefix_hits_and_aborts_and_without_failure
     assert result.cached_tokens > 0
     assert result.tokens == sum(len(output) for output in result.outputs.values())
     prompts = "sglang:prompt_tokens_total"
-    served = MetricsSnapshot.parse(server.metrics()).total(prompts) - before.total(prompts)
-    assert served >= result.prompt_tokens
+
+    def served() -> float:
+        return MetricsSnapshot.parse(server.metrics()).total(prompts) - before.total(prompts)
+
+    wait_until(lambda: served() >= result.prompt_tokens, "the prompts being counted")
 
 
 def test_outputs_hang_on_the_first_token_of_a_long_prompt(shared_server):
@@ -89,7 +81,7 @@ def test_a_server_that_dies_by_itself_shows_its_status_and_fails_the_traffic(sha
     leader = server._process.pid
     os.kill(leader, signal.SIGKILL)
 
-    assert server.wait_for_exit(30) == -signal.SIGKILL
+    assert server.wait_for_exit(END_SECONDS) == -signal.SIGKILL
     result = run_traffic(server.url, TrafficSpec(conversations=2, abort_share=0.0))
     assert len(result.failures) == 2
     server.stop()
@@ -125,9 +117,11 @@ def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path):
             if parent == starter.pid and command.startswith("sh -c read")
         ]
 
-    (server,) = wait_until(servers, seconds=60)
-    assert wait_until(watchdogs, seconds=60)
-    starter.kill()
-    starter.wait()
+    try:
+        (server,) = wait_until(servers, "the start of a server")
+        wait_until(watchdogs, "the start of its watchdog")
+    finally:
+        starter.kill()
+        starter.wait()
 
-    assert wait_until(lambda: not session_members(server), seconds=20)
+    wait_until(lambda: not session_members(server), "the end of the server")

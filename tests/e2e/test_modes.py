@@ -20,6 +20,7 @@ import pytest
 from kvcanary_plugin.drill import http_client, weights
 from kvcanary_plugin.drill.drill import FULL_CASES, GUARD_CASES, Drill, write_drill_config
 from kvcanary_plugin.drill.server import PRESETS, SGLangServer
+from kvcanary_plugin.drill.traffic import REQUEST_TIMEOUT_SECONDS
 from kvcanary_plugin.metrics import (
     EXTERNAL_SLOTS,
     FORWARDS,
@@ -70,7 +71,7 @@ def ask(server: SGLangServer, prompt: list[int], **how: Any) -> Mapping[str, Any
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
     sampling |= how.pop("sampling_params", {})
     body = {"input_ids": prompt, "sampling_params": sampling, **how}
-    status, text = http_client.post(server.url, "/generate", body, timeout=60.0)
+    status, text = http_client.post(server.url, "/generate", body, timeout=REQUEST_TIMEOUT_SECONDS)
     assert status == 200, text
     answer: Mapping[str, Any] = json.loads(text)
     return answer

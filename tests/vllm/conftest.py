@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcanary_plugin.drill.vllm_server import VLLMServer, VLLMServerSpec
-from tests.server_pool import ServerPool
+from tests.server_pool import END_SECONDS, START_SECONDS, ServerPool
 
 StartServer = Callable[[VLLMServerSpec], VLLMServer]
 
@@ -27,7 +27,12 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
     One at a time: it has two processes that compute. Tests of one server stand together.
     """
     pool = ServerPool(
-        lambda spec, log: VLLMServer(spec, log_path=log),
+        lambda spec, log: VLLMServer(
+            spec,
+            log_path=log,
+            start_timeout_seconds=START_SECONDS,
+            stop_timeout_seconds=END_SECONDS,
+        ),
         logs=tmp_path_factory.mktemp("servers"),
         most=1,
     )

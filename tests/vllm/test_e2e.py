@@ -27,10 +27,11 @@ from kvcanary_plugin.drill.drill import (
     write_drill_config,
 )
 from kvcanary_plugin.drill.http_client import post
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
 from kvcanary_plugin.drill.server import MODELS_DIRECTORY, ServerError
 from kvcanary_plugin.drill.soak import run_soak
 from kvcanary_plugin.drill.traffic import (
+    REQUEST_TIMEOUT_SECONDS,
     RequestError,
     TrafficSpec,
     fixed_prompts,
@@ -52,6 +53,7 @@ from kvcanary_plugin.metrics import (
 )
 from tests.deploy.alerting import assert_that_only_a_fault_fires
 from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, is_installed
+from tests.waiting import replace_text, wait_until
 
 # A server takes a minute and more to start, its traffic another one.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -91,8 +93,7 @@ def guarded(name: str, directories: Directories) -> VLLMServerSpec:
 
 
 def snapshot(server: VLLMServer) -> MetricsSnapshot:
-    time.sleep(0.4)  # several polls of the drain
-    return MetricsSnapshot.parse(server.metrics())
+    return settled(server.metrics, pause_seconds=0.2)  # several polls of the drain
 
 
 def assert_reported(result: DrillResult) -> None:
@@ -108,10 +109,11 @@ def assert_reported(result: DrillResult) -> None:
 def change_while_serving(server: VLLMServer, settings: Path, text: str) -> None:
     """Change the settings file and wait until the server has taken it over."""
     taken_over = snapshot(server).total(CONFIG_RELOADS, result="ok")
-    settings.write_text(text)
-    deadline = time.monotonic() + 10
-    while snapshot(server).total(CONFIG_RELOADS, result="ok") == taken_over:
-        assert time.monotonic() < deadline, "the change was not taken over"
+    replace_text(settings, text)
+    wait_until(
+        lambda: snapshot(server).total(CONFIG_RELOADS, result="ok") > taken_over,
+        "the change being taken over",
+    )
 
 
 # Ordered by server, which takes longer to start than its tests to run.
@@ -135,7 +137,9 @@ def test_tenants_with_salts_of_their_own_share_nothing_and_alarm_nothing(
     cached = []
     for salt in (None, "a", "b", "a"):
         payload = VLLM.payload(prompt, 4, None) | ({"cache_salt": salt} if salt else {})
-        status, text = post(server.url, VLLM.generate_path, payload, timeout=60.0)
+        status, text = post(
+            server.url, VLLM.generate_path, payload, timeout=REQUEST_TIMEOUT_SECONDS
+        )
         assert status == 200
         cached.append(VLLM.completion(json.loads(text)).cached_tokens)
     assert cached[:3] == [0, 0, 0]
@@ -157,7 +161,7 @@ def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(
     with pytest.raises(RequestError, match="status 500"):
         generate(server.url, prompts[0], max_new_tokens=800, dialect=VLLM)
     assert "its KV cache is corrupted" in server.log()
-    assert post(server.url, VLLM.flush_path, {}, timeout=30.0)[0] == 200
+    assert post(server.url, VLLM.flush_path, {}, timeout=REQUEST_TIMEOUT_SECONDS)[0] == 200
     for prompt in prompts:
         assert len(generate(server.url, prompt, max_new_tokens=8, dialect=VLLM).output) == 8
     assert server.exit_status is None
@@ -295,7 +299,7 @@ def test_what_a_connector_loads_is_adopted_and_guarded_from_then_on(
     outputs = []
     for _ in range(2):  # saved, then loaded, a part of each behind tokens that are in the cache
         outputs.append(generate_all(server.url, prompts, max_new_tokens=8, dialect=VLLM))
-        assert post(server.url, VLLM.flush_path, {}, timeout=30.0)[0] == 200
+        assert post(server.url, VLLM.flush_path, {}, timeout=REQUEST_TIMEOUT_SECONDS)[0] == 200
     assert outputs[0] == outputs[1]
     assert "External Cache Hit!" in server.log()
     time.sleep(1.1)  # the gauge is counted once a second, when a forward runs
@@ -342,7 +346,9 @@ def test_adapters_share_nothing_and_alarm_nothing(shared_server, two_by_two):
     outputs, cached = [], []
     for model in ("tiny", "x", "y", "x"):
         payload = VLLM.payload(tuple(range(300, 400)), 6, None) | {"model": model}
-        status, text = post(server.url, VLLM.generate_path, payload, timeout=60.0)
+        status, text = post(
+            server.url, VLLM.generate_path, payload, timeout=REQUEST_TIMEOUT_SECONDS
+        )
         assert status == 200, text
         completion = VLLM.completion(json.loads(text))
         outputs.append(completion.output)
@@ -397,7 +403,12 @@ if __name__ == "__main__":
         kv_cache_memory_bytes=1 << 24)
     llm.generate([{{"prompt_token_ids": [5, 6, 7, 8]}}],
         SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False))
-    time.sleep(1)
+    def slots_verified():
+        samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == {SLOTS_VERIFIED!r})
+    deadline = time.monotonic() + 120
+    while not slots_verified() and time.monotonic() < deadline:
+        time.sleep(0.1)
     print(generate_latest(REGISTRY).decode())
 """
     path = tmp_path / "offline.py"
