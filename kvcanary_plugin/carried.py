@@ -269,13 +269,8 @@ def adopt(
         bytes_are_there: whether they are, on the current stream. If not, nothing looks at them
             until the same is adopted again, with bytes.
     """
-    device = guard.group.device
-    plan = WritePlan(
-        write_offsets=torch.tensor([0, slots.shape[0]], dtype=torch.int64, device=device),
-        write_seed_slot_indices=torch.tensor([previous_slot], dtype=torch.int64, device=device),
-        write_num_valid_reqs=torch.ones(1, dtype=torch.int32, device=device),
-        write_request_uids=torch.tensor([request_uid], dtype=torch.int64, device=device),
-        write_identity_keys=torch.tensor([identity_key], dtype=torch.int64, device=device),
+    plan = _plan_of_one_sequence(
+        slots, previous_slot=previous_slot, request_uid=request_uid, identity_key=identity_key
     )
     adopt_sequences(
         guard, plan, slots, tokens, positions, step=step, bytes_are_there=bytes_are_there
@@ -398,14 +393,30 @@ def _compare(guard: GroupGuard, slots: torch.Tensor, step: int) -> None:
 
 
 def _seal_as_found(guard: GroupGuard, slots: torch.Tensor, step: int) -> None:
-    device = slots.device
     launch_canary_seal_kernel(
         context=guard.context(LaunchTag.ADOPT),
-        plan=WritePlan(
-            write_offsets=torch.tensor([0, slots.shape[0]], dtype=torch.int64, device=device),
-            write_seed_slot_indices=torch.full((1,), UNKNOWN, dtype=torch.int64, device=device),
-            write_num_valid_reqs=torch.ones(1, dtype=torch.int32, device=device),
-        ),
+        plan=_plan_of_one_sequence(slots),
         out_cache_loc=slots,
         step=step,
+    )
+
+
+def _plan_of_one_sequence(
+    slots: torch.Tensor,
+    *,
+    previous_slot: int = UNKNOWN,
+    request_uid: int = UNKNOWN,
+    identity_key: int = 0,
+) -> WritePlan:
+    """Filled by launches: a copy of numbers from the host would wait for the device."""
+
+    def one(value: int) -> torch.Tensor:
+        return torch.full((1,), value, dtype=torch.int64, device=slots.device)
+
+    return WritePlan(
+        write_offsets=torch.arange(2, device=slots.device) * slots.shape[0],
+        write_seed_slot_indices=one(previous_slot),
+        write_num_valid_reqs=torch.ones(1, dtype=torch.int32, device=slots.device),
+        write_request_uids=one(request_uid),
+        write_identity_keys=one(identity_key),
     )
