@@ -452,7 +452,7 @@ def test_the_python_engine_takes_kvcanary_config(tmp_path):
         env=ServerSpec().environment(),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=540,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

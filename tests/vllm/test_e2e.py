@@ -55,8 +55,7 @@ from tests.deploy.alerting import assert_that_only_a_fault_fires
 from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, is_installed
 from tests.waiting import replace_text, wait_until
 
-# A server takes a minute and more to start, its traffic another one.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 Directories = Callable[[str], Path]
 # Forwards of healthy traffic, and conversations in a round of it; Triton's interpreter takes a
@@ -419,7 +418,7 @@ if __name__ == "__main__":
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=540,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
