@@ -43,9 +43,9 @@ class MadeUpServer:
         if not request["dry_run"]:
             row = {"type": "row", "checks": ["real_kv"], "group": "full", "slot": 5, "step": 8}
             (self._directory / "reports").mkdir(exist_ok=True)
+            (self._directory / "reports" / "b.jsonl").write_text(json.dumps(row) + "\n")
             half_a_line = '{"type": "incident", "sch'  # the server is about to write the rest
-            text = json.dumps(row) + "\n" + half_a_line
-            (self._directory / "reports" / "a.jsonl").write_text(text)
+            (self._directory / "reports" / "a.jsonl").write_text(half_a_line)
             for rank in self._alarming:
                 self._counts[rank] += 1
 

@@ -305,30 +305,35 @@ def test_an_idle_thread_never_sees_a_slot_that_a_forward_rewrites(monkeypatch: p
     assert pause(world) == []
 
 
-def test_a_forward_waits_for_one_piece_of_an_idle_turn_at_most(monkeypatch: pytest.MonkeyPatch):
+def test_no_piece_of_an_idle_turn_begins_inside_a_forward(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scrub_module, "_IDLE_SECONDS", 0.0)
     world = scrubbing({"bytes_per_second": BYTES_PER_SLOT * 100_000})
-    pieces = []
+    pieces, stop = [], threading.Event()
 
     def slow_launch(**arguments: object) -> None:
         launch_canary_scrub_range_kernel(**arguments)  # type: ignore[arg-type]
         pieces.append(arguments)
         time.sleep(0.02)
 
+    def idle_all_the_time() -> None:
+        while not stop.is_set():
+            world.monitor.on_idle()
+
     monkeypatch.setattr(scrub_module, "launch_canary_scrub_range_kernel", slow_launch)
-    time.sleep(0.05)
-    idle = threading.Thread(target=lambda: [world.monitor.on_idle() for _ in range(20)])
+    idle = threading.Thread(target=idle_all_the_time)
     idle.start()
-    wait_until(lambda: pieces, "a piece of an idle turn")
-    world.monitor.before_forward(world._step_of([], ForwardKind.DUMMY))
-    so_far = len(pieces)
-    time.sleep(0.1)
-    assert len(pieces) == so_far, "an idle piece began inside the forward"
-    monkeypatch.setattr(
-        scrub_module, "launch_canary_scrub_range_kernel", launch_canary_scrub_range_kernel
-    )
-    world.monitor.after_forward()
-    idle.join(120)
+    try:
+        wait_until(lambda: len(pieces) > 2, "a few pieces of idle turns")
+        world.monitor.before_forward(world._step_of([], ForwardKind.DUMMY))
+        so_far = len(pieces)
+        time.sleep(0.2)
+        assert len(pieces) == so_far
+        world.monitor.after_forward()
+        so_far = len(pieces)
+        wait_until(lambda: len(pieces) > so_far, "an idle turn after the forward")
+    finally:
+        stop.set()
+        idle.join(120)
     assert not idle.is_alive()
 
 
