@@ -35,7 +35,7 @@ class EngineGate:
         self._device = device
         self._clock = clock
         self._lock = threading.RLock()  # of the engine's thread, `engine_works` in itself
-        self._engine_is_inside = False
+        self._engine_waits = self._engine_is_inside = False
         self._tables_are_there = True
         self._left_at: float | None = None
         cuda: Any = torch.cuda if device.type == "cuda" else None
@@ -46,7 +46,7 @@ class EngineGate:
 
     def engine_enters(self) -> None:
         """A forward begins. One that was never left (it failed) is begun again."""
-        with self._lock:
+        with self._before_idle_turns():
             self._engine_is_inside = self._tables_are_there = True
             self.join_branch()
 
@@ -69,7 +69,7 @@ class EngineGate:
 
         It may be another one than the forwards': then it waits for what they launched.
         """
-        with self._lock:
+        with self._before_idle_turns():
             if self._launched is not None:
                 self._launched.wait()
             self._wait_for_branch()  # the forward itself may be on another stream: it waits as well
@@ -101,7 +101,7 @@ class EngineGate:
     @contextmanager
     def idle_turn(self) -> Iterator[bool]:
         """Yields whether the turn may take place; if so, nothing of the engine runs during it."""
-        if not self._lock.acquire(blocking=False):
+        if self._engine_waits or not self._lock.acquire(blocking=False):
             yield False
             return
         try:
@@ -121,6 +121,14 @@ class EngineGate:
                         self._idle_stream.synchronize()
         finally:
             self._lock.release()
+
+    @contextmanager
+    def _before_idle_turns(self) -> Iterator[None]:
+        """Holds the lock. A lock is not fair: idle turns could take it again and again."""
+        self._engine_waits = True
+        with self._lock:
+            self._engine_waits = False
+            yield
 
     def _wait_for_branch(self) -> None:
         if self._has_branch:

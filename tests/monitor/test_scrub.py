@@ -13,6 +13,7 @@ from kvcanary_plugin import scrub as scrub_module
 from kvcanary_plugin.cache import KVCacheGroup, row_source
 from kvcanary_plugin.config.model import Scrub
 from kvcanary_plugin.forward import ForwardKind
+from kvcanary_plugin.gate import EngineGate
 from kvcanary_plugin.kernels import LaunchTag, launch_canary_scrub_range_kernel
 from kvcanary_plugin.kernels.reference import fold_slots, record_fields
 from kvcanary_plugin.monitor import CanaryMonitor
@@ -303,6 +304,19 @@ def test_an_idle_thread_never_sees_a_slot_that_a_forward_rewrites(monkeypatch: p
     assert scrubbed(world) > before
     world.monitor.reconfigure(checking_everything(scrub=UNLIMITED))
     assert pause(world) == []
+
+
+def test_a_forward_that_waits_comes_before_the_next_idle_turn():
+    gate = EngineGate(torch.device("cpu"))
+    with gate.idle_turn() as may:
+        assert may
+        forward = threading.Thread(target=gate.engine_enters, daemon=True)
+        forward.start()
+        wait_until(lambda: gate._engine_waits, "the forward waiting for the idle turn")
+    with gate.idle_turn() as may:
+        assert not may
+    forward.join(120)
+    assert not forward.is_alive()
 
 
 def test_no_piece_of_an_idle_turn_begins_inside_a_forward(monkeypatch: pytest.MonkeyPatch):
