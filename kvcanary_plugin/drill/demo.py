@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ from kvcanary_plugin.drill.drill import (
 from kvcanary_plugin.drill.engines import Engine
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.server import EngineServer
+from kvcanary_plugin.drill.settled import settled
 from kvcanary_plugin.drill.traffic import TrafficSpec, run_traffic
 from kvcanary_plugin.metrics import (
     FORWARDS,
@@ -67,8 +67,7 @@ def run_demo(engine: Engine, *, model: str, say: Say = print) -> int:
 def _healthy_phase(server: EngineServer, say: Say) -> list[str]:
     say("Healthy phase: concurrent requests, shared prefixes, long prompts in chunks, aborts.")
     result = run_traffic(server.url, _HEALTHY_TRAFFIC, dialect=server.dialect)
-    time.sleep(_DRAIN_SECONDS)
-    snapshot = MetricsSnapshot.parse(server.metrics())
+    snapshot = settled(server.metrics, pause_seconds=_DRAIN_SECONDS)
     verified = int(snapshot.total(SLOTS_VERIFIED))
     violations = int(snapshot.total(VIOLATIONS))
     say(

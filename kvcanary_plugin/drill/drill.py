@@ -21,7 +21,8 @@ import yaml
 
 from kvcanary_plugin.drill import http_client
 from kvcanary_plugin.drill.dialect import Dialect, Tokens
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.settled import settled
 from kvcanary_plugin.drill.traffic import TrafficSpec, conversation, generate
 from kvcanary_plugin.metrics import FORWARDS, SLOTS_SEALED, SLOTS_VERIFIED, VIOLATIONS
 

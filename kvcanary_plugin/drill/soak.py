@@ -10,6 +10,7 @@ from typing import Final
 
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.server import EngineServer
+from kvcanary_plugin.drill.settled import settled
 from kvcanary_plugin.drill.traffic import TrafficSpec, run_traffic
 from kvcanary_plugin.metrics import (
     FORWARDS,
@@ -21,8 +22,8 @@ from kvcanary_plugin.metrics import (
 )
 
 _ROUND: Final = TrafficSpec(conversations=96, concurrency=10, burst=48, abort_share=0.12)
-# Well above the drain interval of any configuration used here.
-_DRAIN_SECONDS: Final = 1.0
+# Twice the drain interval of any configuration used here.
+_PAUSE_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +96,7 @@ def run_soak(
                 dialect=server.dialect,
             )
         )
-        time.sleep(_DRAIN_SECONDS)
-        now = MetricsSnapshot.parse(server.metrics())
+        now = settled(server.metrics, pause_seconds=_PAUSE_SECONDS)
         done = int(now.total(FORWARDS) - before.total(FORWARDS))
         violations = int(now.total(VIOLATIONS) - before.total(VIOLATIONS))
         progress(f"{done} forwards, {violations} violations")

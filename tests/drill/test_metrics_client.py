@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
-from kvcanary_plugin.metrics import LAST_CHECK, VIOLATIONS
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
+from kvcanary_plugin.drill.settled import settled
+from kvcanary_plugin.metrics import LAST_CHECK, SLOTS_SCRUBBED, VIOLATIONS
 
 TEXT = """\
 # HELP violations_total Violations.
@@ -45,9 +46,14 @@ def test_text_that_is_no_exposition_is_refused():
         MetricsSnapshot.parse("nonsense")
 
 
-def test_settled_are_the_counts_that_two_looks_in_a_row_show_while_gauges_move_on():
+def test_settled_are_the_counts_that_two_looks_in_a_row_show_while_gauges_and_the_scrub_move_on():
     looks = ((0, 10), (3, 11), (3, 12), (4, 13))
-    texts = iter([f"{VIOLATIONS} {count}\n{LAST_CHECK} {time}\n" for count, time in looks])
+    texts = iter(
+        [
+            f"{VIOLATIONS} {count}\n{LAST_CHECK} {time}\n{SLOTS_SCRUBBED} {time}\n"
+            for count, time in looks
+        ]
+    )
 
     snapshot = settled(lambda: next(texts), pause_seconds=0.0)
 

@@ -26,7 +26,7 @@ from kvcanary_plugin.drill.drill import (
     FaultCase,
     write_drill_config,
 )
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.server import (
     MODELS_DIRECTORY,
     PRESETS,
@@ -34,6 +34,7 @@ from kvcanary_plugin.drill.server import (
     ServerSpec,
     SGLangServer,
 )
+from kvcanary_plugin.drill.settled import settled
 from kvcanary_plugin.drill.soak import run_soak
 from kvcanary_plugin.drill.traffic import RequestError, fixed_prompts, generate, generate_all
 from kvcanary_plugin.metrics import (

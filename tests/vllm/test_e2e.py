@@ -27,8 +27,9 @@ from kvcanary_plugin.drill.drill import (
     write_drill_config,
 )
 from kvcanary_plugin.drill.http_client import post
-from kvcanary_plugin.drill.metrics_client import MetricsSnapshot, settled
+from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.server import MODELS_DIRECTORY, ServerError
+from kvcanary_plugin.drill.settled import settled
 from kvcanary_plugin.drill.soak import run_soak
 from kvcanary_plugin.drill.traffic import (
     REQUEST_TIMEOUT_SECONDS,
