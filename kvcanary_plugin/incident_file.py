@@ -7,10 +7,11 @@ Token ids, chain hashes and identity keys are replaced by keyed hashes unless
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -132,6 +133,20 @@ class Request(_Model):
     rows: list[TableRow]
 
 
+class FoundSlot(NamedTuple):
+    """Record and state of one slot: a row of :class:`Slots`."""
+
+    slot: int
+    token: int
+    position: int
+    prev_hash: int
+    next_hash: int
+    state: str
+    owner_uid: int
+    writer_uid: int
+    writer_step: int
+
+
 class Slots(_Model):
     """Records and states of some slots of one group, column by column, when it was written.
 
@@ -158,6 +173,11 @@ class Slots(_Model):
         if len(lengths) > 1:
             raise ValueError(f"columns of group {self.group!r} have lengths {sorted(lengths)}")
         return self
+
+    def rows(self) -> Iterator[FoundSlot]:
+        """The same slot by slot."""
+        columns = [getattr(self, name) for name in FoundSlot._fields]
+        return itertools.starmap(FoundSlot, zip(*columns, strict=True))
 
 
 class HostPrompt(_Model):

@@ -6,8 +6,9 @@ from enum import Enum
 
 import torch
 
+from kvcanary_plugin.incident_file import FoundSlot
 from kvcanary_plugin.kernels.consts import PADDING_SLOT, SlotState
-from kvcanary_plugin.replay.pools import Found, Pool
+from kvcanary_plugin.replay.pools import Pool
 from kvcanary_plugin.replay.small_engine import SmallEngine, SmallGroup
 
 
@@ -62,7 +63,7 @@ class HandMadeChanges:
                 f" and slot {numbering.original(before)} was recorded"
             )
 
-    def _change_record(self, pool: Pool, found: Found) -> None:
+    def _change_record(self, pool: Pool, found: FoundSlot) -> None:
         tokens, chains = self._engine.tokens, self._engine.chains
         dense, states = pool.numbering.dense(found.slot), pool.states
         token, position, prev, _ = pool.records[dense].tolist()

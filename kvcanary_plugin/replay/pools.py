@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from kvcanary_plugin.guard import GroupGuard
-from kvcanary_plugin.incident_file import Group, Slots
+from kvcanary_plugin.incident_file import FoundSlot, Group
 from kvcanary_plugin.kernels import LaunchTag
 from kvcanary_plugin.kernels.consts import RECORD_FIELDS, UNKNOWN, SlotState
 from kvcanary_plugin.kernels.hashes import splitmix64_mix3, splitmix64_tensor, to_signed
@@ -24,28 +24,13 @@ _KV_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A record and its slot's state as the file has them."""
-
-    slot: int
-    token: int
-    position: int
-    prev_hash: int
-    next_hash: int
-    state: str
-    owner_uid: int
-    writer_uid: int
-    writer_step: int
-
-
-@dataclass(frozen=True, slots=True)
 class PoolSlots:
     """Slots of one pool: the groups of it, its numbering, its made-up K/V."""
 
     groups: list[str]
     numbering: SlotNumbering
     kv: torch.Tensor
-    found: dict[int, Found]
+    found: dict[int, FoundSlot]
 
 
 def slots_of_pools(case: Case) -> list[PoolSlots]:
@@ -68,7 +53,7 @@ def slots_of_pools(case: Case) -> list[PoolSlots]:
             record.slot: record
             for slots in case.evidence.slots
             if slots.group in names
-            for record in _columns(slots)
+            for record in slots.rows()
         }
         pools.append(PoolSlots(names, numbering, kv, found))
     return pools
@@ -95,24 +80,6 @@ def _named_slots(case: Case) -> dict[str, set[int]]:
     return named
 
 
-def _columns(slots: Slots) -> list[Found]:
-    return [
-        Found(*values)
-        for values in zip(
-            slots.slot,
-            slots.token,
-            slots.position,
-            slots.prev_hash,
-            slots.next_hash,
-            slots.state,
-            slots.owner_uid,
-            slots.writer_uid,
-            slots.writer_step,
-            strict=True,
-        )
-    ]
-
-
 class Pool:
     """One pool under its monitor.
 
@@ -133,7 +100,7 @@ class Pool:
         self._tokens = tokens
         self._chains = chains
 
-    def put(self, found: Found, *, prev: int | None = None) -> None:
+    def put(self, found: FoundSlot, *, prev: int | None = None) -> None:
         """A record as found; the chain behind it is what its successors continue.
 
         ``prev``: its previous hash, for one that is not known here.

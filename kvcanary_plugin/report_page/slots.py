@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-from kvcanary_plugin.incident_file import Evidence, Place
+from kvcanary_plugin.incident_file import Evidence, FoundSlot, Place
 from kvcanary_plugin.kernels.consts import PADDING_SLOT
 from kvcanary_plugin.report_page.html import Html, element
 
 # Positions shown before and behind the root.
 _AROUND: Final = 6
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    token: int
-    position: int
-    prev_hash: int
-    next_hash: int
-    state: str
-    writer_uid: int
-    writer_step: int
 
 
 def slots_around(evidence: Evidence, root: Place) -> Html:
@@ -64,7 +52,7 @@ def slots_around(evidence: Evidence, root: Place) -> Html:
     )
 
 
-def _only_the_root(records: dict[int, _Record], root: Place, evidence: Evidence) -> Html:
+def _only_the_root(records: dict[int, FoundSlot], root: Place, evidence: Evidence) -> Html:
     head = ("slot", "holds", "written by", "state")
     return element(
         "table",
@@ -93,7 +81,7 @@ def _recorded_cells(recorded: tuple[int, int] | None, found: int) -> list[Html]:
     ]
 
 
-def _cells(slot: int, record: _Record | None, evidence: Evidence) -> list[Html]:
+def _cells(slot: int, record: FoundSlot | None, evidence: Evidence) -> list[Html]:
     if record is None:
         return [element("td", "no slot of the pool", colspan=3)]
     names = {request.uid: request.id for request in evidence.requests}
@@ -110,7 +98,7 @@ def _cells(slot: int, record: _Record | None, evidence: Evidence) -> list[Html]:
 
 
 def _verdict(
-    position: int, slot: int, before: int | None, records: dict[int, _Record], root: Place
+    position: int, slot: int, before: int | None, records: dict[int, FoundSlot], root: Place
 ) -> list[Html]:
     """What is wrong with a slot, as far as the records tell; the violation itself at the root."""
     wrong = []
@@ -134,25 +122,13 @@ def _verdict(
     return [element("span", ", ".join(wrong), class_="bad")]
 
 
-def _records(evidence: Evidence, group: str) -> dict[int, _Record]:
-    result: dict[int, _Record] = {}
-    for columns in evidence.slots:
-        if columns.group == group:
-            result.update(
-                (slot, _Record(*values))
-                for slot, *values in zip(
-                    columns.slot,
-                    columns.token,
-                    columns.position,
-                    columns.prev_hash,
-                    columns.next_hash,
-                    columns.state,
-                    columns.writer_uid,
-                    columns.writer_step,
-                    strict=True,
-                )
-            )
-    return result
+def _records(evidence: Evidence, group: str) -> dict[int, FoundSlot]:
+    return {
+        record.slot: record
+        for slots in evidence.slots
+        if slots.group == group
+        for record in slots.rows()
+    }
 
 
 def _recorded_write(
