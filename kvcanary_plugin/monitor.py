@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -263,20 +263,16 @@ class CanaryMonitor:
         with self.guard_errors("oracle"), self._gate.engine_works():
             self.history.record_sampled(request_rows, positions, tokens)
 
-    @contextmanager
-    def engine_works(self) -> Iterator[None]:
+    def engine_works(self) -> AbstractContextManager[None]:
         """Around what the engine does to K/V outside of a forward, records included.
 
         Nothing looks at bytes that have changed before their records have followed.
         """
-        with self._gate.engine_works():
-            yield
+        return self._gate.engine_works()
 
-    @contextmanager
-    def page_tables(self) -> Iterator[bool]:
+    def page_tables(self) -> AbstractContextManager[bool]:
         """For any thread: yields whether the engine's tables may be read; inside, they stay."""
-        with self._gate.tables() as are_there:
-            yield are_there
+        return self._gate.tables()
 
     def copy_slots(self, index: int, source: torch.Tensor, destination: torch.Tensor) -> None:
         """The engine has copied K/V (int64 [n] slots each): the records go with it.

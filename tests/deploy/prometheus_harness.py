@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 
@@ -31,6 +31,7 @@ from tests.deploy.paths import RULES
 
 SKIP_REASON = "prometheus is not installed (apt-get install prometheus)"
 WAIT_SECONDS = 120.0
+T = TypeVar("T")
 # Prometheus listens on this machine only; no proxy stands in between.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -165,14 +166,7 @@ class Prometheus:
 
     def wait_for_data(self, expression: str) -> list[Point]:
         """The series of an instant query, as soon as there are any."""
-        points: list[Point] = []
-
-        def has_data() -> bool:
-            points[:] = self.query(expression)
-            return bool(points)
-
-        self.wait_until(has_data, f"data for {expression}")
-        return points
+        return self.wait_until(lambda: self.query(expression), f"data for {expression}")
 
     def last_evaluation(self) -> float:
         """Unix time of the oldest last evaluation among the rule groups."""
@@ -180,9 +174,10 @@ class Prometheus:
         stamps = [datetime.fromisoformat(group["lastEvaluation"]) for group in groups]
         return min(stamp.timestamp() for stamp in stamps)
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(self, condition: Callable[[], T], what: str) -> T:
+        """The first true value of ``condition``, while Prometheus runs."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
+        while not (value := condition()):
             if self._process is not None and self._process.poll() is not None:
                 raise AssertionError(f"Prometheus ended; its log:\n{self._log()}")
             if time.monotonic() > deadline:
@@ -190,6 +185,7 @@ class Prometheus:
                     f"not within {WAIT_SECONDS:.0f} s: {what}; firing: {self.firing_alerts()}"
                 )
             time.sleep(0.2)
+        return value
 
     def _config(self) -> dict[str, Any]:
         return {
