@@ -6,8 +6,10 @@ A fault is asked for by writing one JSON object to the control file::
 
 and is planted in the first forward that offers a target (a request with enough prefix, or a prompt
 chunk). What was done is appended as one JSON line to ``<control file>.done``, so that a drill can
-compare the report with the truth. With ``"dry_run": true`` the place is found and nothing is done:
-the silent twin of the fault. Planting synchronises with the device; it is no part of the hot path.
+compare the report with the truth. A fault that no forward reads at once gets a second line when one
+does: ``{"id": 3, "read_step": 21}``. With ``"dry_run": true`` the place is found and nothing is
+done: the silent twin of the fault. Planting synchronises with the device; it is no part of the hot
+path.
 
 What would bring the engine itself down (a page-table entry that names nothing, say) is put right
 after the forward.
@@ -119,12 +121,14 @@ class FaultInjector:
         # What lies there from an earlier server was not meant for this one.
         self._seen_state = self._control_file_state()
         self._pending: FaultRequest | None = None
+        self._unread: PlantedFault | None = None
         self._under_forward: Callable[[], _Undo] | None = None
         self._undo: _Undo = None
         logger.warning("kvcanary: faults are allowed; watching %s", control_file)
 
     def before_forward(self, step: ForwardStep) -> None:
         """Plant the pending fault if ``step`` offers a target for it."""
+        self._note_first_read(step)
         self._read_control_file()
         if self._pending is None:
             return
@@ -149,8 +153,9 @@ class FaultInjector:
             dry_run=request.dry_run,
         )
         logger.warning("kvcanary: planted %s", planted)
-        with self._done_file.open("a", encoding="utf-8") as done:
-            done.write(json.dumps(asdict(planted)) + "\n")
+        self._say_done(asdict(planted))
+        if request.fault == "drop_write":
+            self._unread = planted
 
     def under_forward(self) -> None:
         """Between the canary's look at the page table and the engine's forward."""
@@ -162,6 +167,20 @@ class FaultInjector:
         if self._undo is not None:
             self._undo()
             self._undo = None
+
+    def _note_first_read(self, step: ForwardStep) -> None:
+        """Say when the dropped token is missed: the forwards until then may be of others alone."""
+        planted = self._unread
+        if planted is None:
+            return
+        reads = (step.request_uids == planted.request_uid) & (step.prefix_lens > planted.position)
+        if bool(reads.any()):
+            self._say_done({"id": planted.id, "read_step": step.step})
+            self._unread = None
+
+    def _say_done(self, entry: dict[str, object]) -> None:
+        with self._done_file.open("a", encoding="utf-8") as done:
+            done.write(json.dumps(entry) + "\n")
 
     def _control_file_state(self) -> tuple[int, int] | None:
         try:

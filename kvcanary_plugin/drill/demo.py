@@ -112,7 +112,7 @@ def _fault_phase(drill: Drill, cases: Sequence[FaultCase], say: Say) -> list[str
         say(f"  {result.case.title}: {_as_words(result)}")
     say(f"\n{as_table(results)}\n")
     problems += [f"not detected: {r.case.title}" for r in results if not r.detected]
-    problems += [f"seen too late: {r.case.title}" for r in results if (r.steps_until_seen or 0) > 1]
+    problems += [f"seen too late: {r.case.title}" for r in results if r.steps_until_seen]
     return problems
 
 

@@ -162,7 +162,8 @@ class DrillResult:
         case: the fault.
         planted: what the injector says it did; empty if it found no target.
         counted: violations that the metrics gained, by check.
-        steps_until_seen: forwards from the planting to the report; None if never reported.
+        steps_until_seen: forwards from the first that could see it to the report; None if never
+            reported.
         report: the first report line of the expected check at the planted slot and position.
         false_alarms: violations in the fault's silent twin; None if none was run.
         tp_ranks: tensor-parallel ranks that counted any violation.
@@ -320,7 +321,9 @@ class Drill:
                 for check in sorted({s.labels["check"] for s in after.series(VIOLATIONS)})
                 if (gained := _gained(before, after, VIOLATIONS, check=check))
             },
-            steps_until_seen=report["step"] - planted["step"] if report and planted else None,
+            steps_until_seen=report["step"] - self._first_chance(planted)
+            if report and planted
+            else None,
             report=report,
             tp_ranks=tuple(
                 rank
@@ -364,6 +367,12 @@ class Drill:
 
     def _planted(self, fault_id: int) -> dict[str, Any] | None:
         return next((entry for entry in self._done() if entry["id"] == fault_id), None)
+
+    def _first_chance(self, planted: dict[str, Any]) -> int:
+        """The first forward that could see the fault: the one it is planted in, for most."""
+        reads = (entry for entry in self._done() if "read_step" in entry)
+        read = next((entry for entry in reads if entry["id"] == planted["id"]), None)
+        return int(read["read_step"] if read else planted["step"])
 
     def _done(self) -> list[dict[str, Any]]:
         """What the injector says it did, in its order."""

@@ -21,8 +21,11 @@ class MadeUpServer:
     url = "http://made.up"
     dialect = SGLANG
 
-    def __init__(self, directory: Path, *, alarming_ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, directory: Path, *, alarming_ranks: tuple[int, ...], read_step: int | None = None
+    ) -> None:
         self._directory = directory
+        self._read_step = read_step
         self._alarming = alarming_ranks
         self._counts = {0: 0, 1: 0}
         self._lock = threading.Lock()
@@ -40,6 +43,9 @@ class MadeUpServer:
         planted = {"id": request["id"], "step": 7, "group": "full", "slot": 5}
         with (self._directory / "fault.json.done").open("a") as done:
             done.write(json.dumps(planted) + "\n")
+            if self._read_step is not None:
+                read = {"id": request["id"], "read_step": self._read_step}
+                done.write(json.dumps(read) + "\n")
         if not request["dry_run"]:
             row = {"type": "row", "checks": ["real_kv"], "group": "full", "slot": 5, "step": 8}
             (self._directory / "reports").mkdir(exist_ok=True)
@@ -84,6 +90,15 @@ def test_a_fault_on_one_rank_is_asked_for_there_and_says_which_ranks_counted(
     assert result.false_alarms == 0
     assert result.tp_ranks == ranks
     assert f"(tp_rank {', '.join(map(str, ranks))})" in matrix.as_text([result])
+
+
+def test_steps_are_counted_from_the_forward_that_could_see_the_fault_first(tmp_path, made_up_http):
+    server = MadeUpServer(tmp_path, alarming_ranks=(0,), read_step=8)
+    made_up_http(server)
+
+    (result,) = Drill(server, tmp_path).run(FULL_CASES[:1])
+
+    assert (result.planted["step"], result.steps_until_seen) == (7, 0)
 
 
 def test_forwards_by_rank_counts_those_that_were_checked(tmp_path):

@@ -103,8 +103,7 @@ def assert_reported(result: DrillResult) -> None:
     assert result.report is not None
     assert result.report["slot"] == result.planted["slot"]
     assert result.report["request_id"]
-    assert result.steps_until_seen is not None
-    assert result.steps_until_seen <= 1
+    assert result.steps_until_seen == 0
 
 
 def assert_seen_where_planted_and_silent_in_the_twin(result: DrillResult) -> None:

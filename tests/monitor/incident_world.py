@@ -83,7 +83,7 @@ class IncidentWorld(World):
     def planted(self) -> dict[str, Any] | None:
         """What the injector did."""
         done = Path(f"{self.control_file}.done")
-        return json.loads(done.read_text()) if done.exists() else None
+        return json.loads(done.read_text().splitlines()[0]) if done.exists() else None
 
     def incidents(self) -> list[Incident]:
         """The incidents reported so far."""

@@ -63,6 +63,29 @@ def test_a_fault_for_one_rank_is_left_alone_by_the_others(world: World, tmp_path
     assert planted_by(world, injector, tmp_path / "fault.json.done") == []
 
 
+def test_a_dropped_write_is_said_to_be_read_when_its_own_request_comes_again(world, tmp_path):
+    control, done = tmp_path / "fault.json", tmp_path / "fault.json.done"
+    injector = injector_for(world, control, RankLabels())
+    control.write_text(json.dumps({"id": 4, "fault": "drop_write"}))
+    assert planted_by(world, injector, done) == ["drop_write"]
+
+    def comes(part: Part, kind: ForwardKind) -> tuple[int, list[str]]:
+        """The forward's step, and what is said to be done by then."""
+        step = world._step_of([part], kind)
+        injector.before_forward(step)
+        return step.step, done.read_text().splitlines()[1:]
+
+    another = Part(uid=2, row=2, tokens=PROMPT, slots=list(range(60, 69)))
+    assert comes(another, ForwardKind.PREFILL)[1] == []
+    again = Part(
+        uid=1, row=1, tokens=[*PROMPT, 8, 5], slots=[51], prefix=10, host_knows_tokens=False
+    )
+    world.put_row(1, [51], 10)
+    step, said = comes(again, ForwardKind.DECODE)
+    assert [json.loads(line) for line in said] == [{"id": 4, "read_step": step}]
+    assert comes(again, ForwardKind.DECODE)[1] == said
+
+
 def test_a_fault_that_does_not_exist_is_refused_with_the_ones_that_do():
     with pytest.raises(ValueError, match="flip_kv"):
         FaultRequest(id=1, fault="set_on_fire")
