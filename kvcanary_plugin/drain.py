@@ -205,6 +205,7 @@ class Drain:
             with self._counted_errors("counters"):
                 self._poll_counters()
                 self._poll_forward_counts()
+            self._metrics.drain_poll()
 
     def pending_error(self) -> KVCanaryViolationError | None:
         """In mode ``raise``, the error that the next forward must raise."""

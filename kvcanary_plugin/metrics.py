@@ -56,6 +56,7 @@ INCIDENTS: Final = "kvcanary_incidents_total"
 RING_DROPPED: Final = "kvcanary_ring_dropped_total"
 INTERNAL_ERRORS: Final = "kvcanary_internal_errors_total"
 CONFIG_RELOADS: Final = "kvcanary_config_reloads_total"
+DRAIN_POLLS: Final = "kvcanary_drain_polls_total"
 LAST_CHECK: Final = "kvcanary_last_check_timestamp_seconds"
 GROUP_STATE: Final = "kvcanary_group_state"
 MODE: Final = "kvcanary_mode"
@@ -140,6 +141,11 @@ METRICS: Final = (
         kind="counter",
         help="Changes of the configuration file while serving, taken over or refused.",
         labels=("result",),
+    ),
+    Metric(
+        name=DRAIN_POLLS,
+        kind="counter",
+        help="Polls of the drain that are over; while it stands still, nothing is told.",
     ),
     Metric(
         name=LAST_CHECK,
@@ -358,6 +364,10 @@ class CanaryMetrics:
     def config_reload(self, result: Literal["ok", "refused"]) -> None:
         """Counts a change of the configuration file."""
         self._child(CONFIG_RELOADS, result).inc()
+
+    def drain_poll(self) -> None:
+        """Counts a poll that has told everything that lay there when it began."""
+        self._child(DRAIN_POLLS).inc()
 
     def last_check(self, timestamp: float) -> None:
         """Sets the heartbeat, Unix seconds."""

@@ -33,7 +33,6 @@ from kvcanary_plugin.metrics import (
 _HEALTHY_TRAFFIC: Final = TrafficSpec(conversations=32, concurrency=6, burst=32)
 # Far above what a run that verifies next to nothing would reach.
 _LEAST_SLOTS_VERIFIED: Final = 5000
-_DRAIN_SECONDS: Final = 0.5
 
 Say = Callable[[str], None]
 
@@ -67,7 +66,7 @@ def run_demo(engine: Engine, *, model: str, say: Say = print) -> int:
 def _healthy_phase(server: EngineServer, say: Say) -> list[str]:
     say("Healthy phase: concurrent requests, shared prefixes, long prompts in chunks, aborts.")
     result = run_traffic(server.url, _HEALTHY_TRAFFIC, dialect=server.dialect)
-    snapshot = settled(server.metrics, pause_seconds=_DRAIN_SECONDS)
+    snapshot = settled(server.metrics)
     verified = int(snapshot.total(SLOTS_VERIFIED))
     violations = int(snapshot.total(VIOLATIONS))
     say(

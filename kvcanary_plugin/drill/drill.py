@@ -411,7 +411,7 @@ class Drill:
         return MetricsSnapshot.parse(self._server.metrics())
 
     def _settled(self) -> MetricsSnapshot:
-        return settled(self._server.metrics, pause_seconds=4 * _DRAIN_INTERVAL_SECONDS)
+        return settled(self._server.metrics)
 
 
 def _whole_lines(path: Path) -> list[str]:

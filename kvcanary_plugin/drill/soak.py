@@ -22,8 +22,6 @@ from kvcanary_plugin.metrics import (
 )
 
 _ROUND: Final = TrafficSpec(conversations=96, concurrency=10, burst=48, abort_share=0.12)
-# Twice the drain interval of any configuration used here.
-_PAUSE_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ def run_soak(
 ) -> SoakResult:
     """Send rounds of ``conversations`` until the server has run ``forwards`` more forwards."""
     begin = time.monotonic()
-    before = MetricsSnapshot.parse(server.metrics())
+    before = settled(server.metrics)
     results = []
     for number in itertools.count():
         results.append(
@@ -96,7 +94,7 @@ def run_soak(
                 dialect=server.dialect,
             )
         )
-        now = settled(server.metrics, pause_seconds=_PAUSE_SECONDS)
+        now = settled(server.metrics)
         done = int(now.total(FORWARDS) - before.total(FORWARDS))
         violations = int(now.total(VIOLATIONS) - before.total(VIOLATIONS))
         progress(f"{done} forwards, {violations} violations")

@@ -89,6 +89,7 @@ def run_traffic(ranks: list[CanaryMetrics], has_traffic: threading.Event) -> Non
                 rank.slots(SLOTS_SEALED, group, 16)
                 rank.slots(SLOTS_SCRUBBED, group, 5)
             rank.last_check(time.time())
+            rank.drain_poll()
         step += 1
         time.sleep(0.1)
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvcanary_plugin.drill.metrics_client import MetricsSnapshot
 from kvcanary_plugin.drill.settled import settled
-from kvcanary_plugin.metrics import LAST_CHECK, SLOTS_SCRUBBED, VIOLATIONS
+from kvcanary_plugin.metrics import DRAIN_POLLS, LAST_CHECK, SLOTS_SCRUBBED, VIOLATIONS
 
 TEXT = """\
 # HELP violations_total Violations.
@@ -46,15 +46,34 @@ def test_text_that_is_no_exposition_is_refused():
         MetricsSnapshot.parse("nonsense")
 
 
-def test_settled_are_the_counts_that_two_looks_in_a_row_show_while_gauges_and_the_scrub_move_on():
-    looks = ((0, 10), (3, 11), (3, 12), (4, 13))
-    texts = iter(
+def told(*, violations: int, polls: tuple[int, int], others: int) -> str:
+    """What a server of two ranks shows: gauges and the scrub move on whatever happens."""
+    by_rank = "".join(
+        f'{DRAIN_POLLS}{{tp_rank="{rank}"}} {count}\n' for rank, count in enumerate(polls)
+    )
+    return f"{VIOLATIONS} {violations}\n{LAST_CHECK} {others}\n{SLOTS_SCRUBBED} {others}\n{by_rank}"
+
+
+def test_settled_are_counts_that_stand_still_while_every_drain_has_polled_twice():
+    looks = iter(
         [
-            f"{VIOLATIONS} {count}\n{LAST_CHECK} {time}\n{SLOTS_SCRUBBED} {time}\n"
-            for count, time in looks
+            told(violations=0, polls=(7, 9), others=10),
+            told(violations=0, polls=(9, 10), others=11),  # the second rank is held up
+            told(violations=3, polls=(40, 11), others=12),  # the counts have moved
+            told(violations=3, polls=(41, 13), others=13),  # not twice since then
+            told(violations=3, polls=(42, 14), others=14),
         ]
     )
 
-    snapshot = settled(lambda: next(texts), pause_seconds=0.0)
+    snapshot = settled(lambda: next(looks))
 
-    assert (snapshot.total(VIOLATIONS), snapshot.total(LAST_CHECK)) == (3, 12)
+    assert (snapshot.total(VIOLATIONS), snapshot.total(LAST_CHECK)) == (3, 14)
+
+
+def test_a_server_without_a_canary_is_settled_at_once():
+    assert settled(lambda: TEXT).total("other") == 7
+
+
+def test_a_drain_that_polls_no_more_is_not_waited_for_without_end():
+    text = told(violations=1, polls=(7, 9), others=10)
+    assert settled(lambda: text, longest_wait_seconds=0.1).total(VIOLATIONS) == 1

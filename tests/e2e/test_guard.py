@@ -87,7 +87,7 @@ def guarded(spec: ServerSpec, directory: Path) -> ServerSpec:
 
 
 def snapshot(server: SGLangServer) -> MetricsSnapshot:
-    return settled(server.metrics, pause_seconds=0.2)  # several polls of the drain
+    return settled(server.metrics)
 
 
 def assert_silent(server: SGLangServer, *, prefixes_are_cached: bool = True) -> None:

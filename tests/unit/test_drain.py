@@ -515,6 +515,28 @@ def test_thread_polls_by_itself(
     wait_until(lambda: sample("kvcanary_violations_total", **chain) == 1)
 
 
+def test_a_poll_is_counted_once_everything_that_it_found_is(
+    make_drain: Callable[..., Harness],
+    sample: Callable[..., float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = make_drain()
+    seen: list[tuple[float, float]] = []
+    chain = {"check": "chain", "group": "full", "phase": "verify"}
+    count_forwards = harness.drain._poll_forward_counts
+
+    def count_and_look() -> None:
+        count_forwards()
+        polls = sample("kvcanary_drain_polls_total")
+        seen.append((polls, sample("kvcanary_violations_total", **chain)))
+
+    monkeypatch.setattr(harness.drain, "_poll_forward_counts", count_and_look)
+    harness.writer.put()
+    harness.drain.flush()
+    assert seen == [(0, 1)]
+    assert sample("kvcanary_drain_polls_total") == 1
+
+
 def test_stop_under_load_loses_no_count(
     make_drain: Callable[..., Harness], sample: Callable[..., float]
 ) -> None:

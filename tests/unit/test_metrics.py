@@ -96,6 +96,7 @@ def test_every_series_exists_at_zero_from_the_start(registry: CollectorRegistry)
         "kvcanary_ring_dropped_total": 1,
         "kvcanary_internal_errors_total": len(get_args(ErrorPlace)),
         "kvcanary_config_reloads_total": 2,
+        "kvcanary_drain_polls_total": 1,
         "kvcanary_last_check_timestamp_seconds": 1,
         "kvcanary_group_state": 2 * 4,
         "kvcanary_mode": 4,

@@ -93,7 +93,7 @@ def guarded(name: str, directories: Directories) -> VLLMServerSpec:
 
 
 def snapshot(server: VLLMServer) -> MetricsSnapshot:
-    return settled(server.metrics, pause_seconds=0.2)  # several polls of the drain
+    return settled(server.metrics)
 
 
 def assert_reported(result: DrillResult) -> None:
