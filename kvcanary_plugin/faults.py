@@ -214,11 +214,13 @@ class FaultInjector:
         if request.fault == "swap_table":
             minimum += guard.group.page_size  # two pages of the prefix
         uids = step.request_uids
-        candidates = torch.nonzero((lens >= minimum) & (uids >= 0)).flatten()
+        candidates = torch.nonzero((lens >= minimum) & (uids >= 0)).flatten().tolist()
         if request.fault == "drop_write":
-            candidates = torch.nonzero((step.extend_lens == 1) & (uids >= 0)).flatten()
+            candidates = _decoding(step)
         in_prefix = not plants_in_inputs and request.fault != "drop_write"
-        for batch_row in candidates.tolist():
+        for batch_row in candidates:
+            if request.fault == "rotate_inputs" and not _rotation_is_seen_first(step, batch_row):
+                continue
             prefix = int(step.prefix_lens[batch_row])
             # Late in the prefix, so that a sliding window still reads it; not the very last slot,
             # so that it has a successor whose chain can break.
@@ -251,6 +253,24 @@ class FaultInjector:
 
 def _flat_start(step: ForwardStep, batch_row: int) -> int:
     return int(step.extend_lens[:batch_row].sum())
+
+
+def _decoding(step: ForwardStep) -> list[int]:
+    """Requests that write one token of their output.
+
+    Not the one token that a chunk of a prompt may have: an engine may give such a slot back for an
+    equal one of another request before anybody reads it.
+    """
+    writes_one = torch.nonzero((step.extend_lens == 1) & (step.request_uids >= 0)).flatten()
+    of_prompts = {host.batch_row for host in step.host_tokens}
+    return [row for row in writes_one.tolist() if row not in of_prompts]
+
+
+def _rotation_is_seen_first(step: ForwardStep, batch_row: int) -> bool:
+    """Whether the first token of the request's chunk is another one once they are rotated."""
+    start = _flat_start(step, batch_row)
+    end = start + int(step.extend_lens[batch_row])
+    return int(step.input_ids[start]) != int(step.input_ids[end - 1])
 
 
 def _slot_at(guard: GroupGuard, step: ForwardStep, batch_row: int, position: int) -> int:

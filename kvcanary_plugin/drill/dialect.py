@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,7 +36,8 @@ class Dialect:
         payload: (prompt, max_new_tokens, request id or None) to the JSON that asks for them,
             decoded greedily, without a stop token.
         completion: its answer.
-        flush_path: where the prefix cache is forgotten; other answers than 200 mean "not now".
+        flush_path: where the prefix cache is forgotten.
+        has_flushed: (status, text) of its answer to whether it was; if not, requests still run.
         abort: request id to (path, JSON) that ends it; None where a client can only hang up.
     """
 
@@ -43,6 +45,7 @@ class Dialect:
     payload: Callable[[Sequence[int], int, str | None], dict[str, Any]]
     completion: Callable[[dict[str, Any]], Completion]
     flush_path: str
+    has_flushed: Callable[[int, str], bool]
     abort: Callable[[str], tuple[str, dict[str, Any]]] | None
 
 
@@ -75,6 +78,7 @@ SGLANG: Final = Dialect(
     payload=_sglang_payload,
     completion=_sglang_completion,
     flush_path="/flush_cache",
+    has_flushed=lambda status, _text: status == 200,
     abort=lambda request_id: ("/abort_request", {"rid": request_id}),
 )
 
@@ -105,10 +109,16 @@ def _vllm_completion(answer: dict[str, Any]) -> Completion:
     )
 
 
+def _vllm_has_flushed(status: int, text: str) -> bool:
+    # A refusal has status 200 as well; a version whose answer is empty does not say.
+    return status == 200 and (not text or bool(json.loads(text)["success"]))
+
+
 VLLM: Final = Dialect(
     generate_path="/v1/completions",
     payload=_vllm_payload,
     completion=_vllm_completion,
     flush_path="/reset_prefix_cache",
+    has_flushed=_vllm_has_flushed,
     abort=None,
 )

@@ -10,7 +10,7 @@ import pytest
 
 from kvcanary_plugin.drill import drill as drill_module
 from kvcanary_plugin.drill import http_client, matrix
-from kvcanary_plugin.drill.dialect import SGLANG
+from kvcanary_plugin.drill.dialect import SGLANG, VLLM
 from kvcanary_plugin.drill.drill import FULL_CASES, Drill
 from kvcanary_plugin.metrics import FORWARDS, VIOLATIONS
 
@@ -99,6 +99,27 @@ def test_steps_are_counted_from_the_forward_that_could_see_the_fault_first(tmp_p
     (result,) = Drill(server, tmp_path).run(FULL_CASES[:1])
 
     assert (result.planted["step"], result.steps_until_seen) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "refusal", "consent"),
+    [
+        (SGLANG, (400, "requests are running"), (200, "Cache flushed.")),
+        (VLLM, (200, '{"success":false}'), (200, '{"success":true}')),
+        (VLLM, (503, ""), (200, "")),
+    ],
+)
+def test_a_cache_that_is_not_flushed_is_asked_again(
+    dialect, refusal, consent, tmp_path, monkeypatch
+):
+    server = MadeUpServer(tmp_path, alarming_ranks=())
+    server.dialect = dialect
+    answers = [refusal, refusal, consent]
+    monkeypatch.setattr(http_client, "post", lambda *_, **__: answers.pop(0))
+
+    Drill(server, tmp_path)._flush_cache()
+
+    assert answers == []
 
 
 def test_forwards_by_rank_counts_those_that_were_checked(tmp_path):

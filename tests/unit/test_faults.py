@@ -86,6 +86,28 @@ def test_a_dropped_write_is_said_to_be_read_when_its_own_request_comes_again(wor
     assert comes(again, ForwardKind.DECODE)[1] == said
 
 
+def test_one_token_of_a_prompt_is_no_place_to_drop_a_write(world: World, tmp_path: Path):
+    """Its slot may be given back for an equal one before anybody reads it."""
+    control, done = tmp_path / "fault.json", tmp_path / "fault.json.done"
+    injector = injector_for(world, control, RankLabels())
+    control.write_text(json.dumps({"id": 1, "fault": "drop_write"}))
+    one_more = Part(uid=2, row=2, tokens=[*PROMPT, 8], slots=[60], prefix=9)
+    injector.before_forward(world._step_of([one_more], ForwardKind.PREFILL))
+    assert not done.exists()
+    assert planted_by(world, injector, done) == ["drop_write"]
+
+
+def test_a_chunk_that_looks_the_same_at_its_start_once_rotated_is_passed_over(world, tmp_path):
+    control, done = tmp_path / "fault.json", tmp_path / "fault.json.done"
+    injector = injector_for(world, control, RankLabels())
+    control.write_text(json.dumps({"id": 1, "fault": "rotate_inputs"}))
+    alike = Part(uid=2, row=2, tokens=[7, 8, 9, 7], slots=[60, 61, 62, 63])
+    other = Part(uid=3, row=3, tokens=[7, 8, 9, 10], slots=[70, 71, 72, 73])
+    injector.before_forward(world._step_of([alike, other], ForwardKind.PREFILL))
+    (planted,) = map(json.loads, done.read_text().splitlines())
+    assert (planted["request_uid"], planted["slot"]) == (3, 70)
+
+
 def test_a_fault_that_does_not_exist_is_refused_with_the_ones_that_do():
     with pytest.raises(ValueError, match="flip_kv"):
         FaultRequest(id=1, fault="set_on_fire")

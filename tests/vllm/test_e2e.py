@@ -156,11 +156,12 @@ def test_mode_abort_ends_the_request_that_was_hit_and_the_server_lives_on(
     settings = directories("llama") / "kvcanary.yaml"
     in_mode_log = settings.read_text()
     change_while_serving(server, settings, in_mode_log.replace("mode: log", "mode: abort"))
-    Drill(server, settings.parent)._ask_for(FULL_CASES[1])
+    drill = Drill(server, settings.parent)
+    drill._ask_for(FULL_CASES[1])
     with pytest.raises(RequestError, match="status 500"):
         generate(server.url, prompts[0], max_new_tokens=800, dialect=VLLM)
     assert "its KV cache is corrupted" in server.log()
-    assert post(server.url, VLLM.flush_path, {}, timeout=REQUEST_TIMEOUT_SECONDS)[0] == 200
+    drill._flush_cache()
     for prompt in prompts:
         assert len(generate(server.url, prompt, max_new_tokens=8, dialect=VLLM).output) == 8
     assert server.exit_status is None
@@ -295,10 +296,10 @@ def test_what_a_connector_loads_is_adopted_and_guarded_from_then_on(
     flags += saving_to(directory / "stored", several=name == "llama")
     server = shared_server(replace(PRESETS[name], flags=flags))
     prompts = [tuple(range(10, 80)) + (number,) * 50 for number in range(80, 84)]
-    outputs = []
+    drill, outputs = Drill(server, directory), []
     for _ in range(2):  # saved, then loaded, a part of each behind tokens that are in the cache
         outputs.append(generate_all(server.url, prompts, max_new_tokens=8, dialect=VLLM))
-        assert post(server.url, VLLM.flush_path, {}, timeout=REQUEST_TIMEOUT_SECONDS)[0] == 200
+        drill._flush_cache()
     assert outputs[0] == outputs[1]
     assert "External Cache Hit!" in server.log()
     time.sleep(1.1)  # the gauge is counted once a second, when a forward runs
@@ -309,7 +310,7 @@ def test_what_a_connector_loads_is_adopted_and_guarded_from_then_on(
     assert after.total(VIOLATIONS) == 0
     assert after.total(FORWARDS) == after.total(FORWARDS, result="checked")
     case = FaultCase(title="V, last layer", fault="flip_kv", checks=("real_kv",), source=-1)
-    (result,) = Drill(server, directory).run([case])
+    (result,) = drill.run([case])
     assert_reported(result)
 
 
