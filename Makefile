@@ -48,7 +48,7 @@ bench: venv ## measure the CPU kernels
 	$(PY) -m benchmarks.cpu
 
 bench-gpu: ## measure the CUDA kernels with PYTHON's own torch (needs a GPU)
-	$(or $(PYTHON),python3) -m benchmarks.gpu
+	$(or $(PYTHON),python3) -m benchmarks.gpu --out out
 
 lint: venv ## check style, format and types
 	$(PY) -m ruff check .
