@@ -192,7 +192,7 @@ def _examine_entry_point(engine: Engine, environ: Mapping[str, str]) -> Finding:
             topic=topic,
             text=f"no entry point kvcanary in group {engine.entry_points}: the engine cannot see"
             " the plugin",
-            do=f"{sys.executable} -m pip install kvcanary_plugin",
+            do=f"in a checkout of kvcanary_plugin: {sys.executable} -m pip install .",
         )
     allowed = environ.get(engine.allow_list)
     if allowed and "kvcanary" not in [name.strip() for name in allowed.split(",")]:

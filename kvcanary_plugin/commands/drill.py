@@ -28,7 +28,8 @@ def add_parser(subparsers: Subparsers) -> None:
         " fault (which must be silent), then one fault after the other, each behind a twin that"
         " goes to the same place and does nothing there. Prints the detection matrix: fault,"
         " detected, steps until then, false alarms in the twin, violations by check. Exit status 1"
-        " if a fault went unseen, a twin alarmed, or another rank than the one asked for.",
+        " if a fault went unseen, if the traffic without one or a twin alarmed, or if another rank"
+        " did than the one asked for.",
     )
     add_engine_arguments(parser)
     add_device_arguments(parser)

@@ -16,9 +16,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="run the forwards that an incident recorded, and see whether it happens again",
         description="Rebuilds slots, page table and the recorded forwards of an incident on the"
         " CPU, runs them through the canary, and says whether the same violation comes out, and"
-        " whether the recorded events explain it. FILE is a report file or one of its lines. Exit"
-        " status 0 if every incident came out the same, 1 if one did not, 2 for a file that cannot"
-        " be replayed.",
+        " whether the recorded events explain it. FILE is a report file, one of its lines in a"
+        " file of its own, or report.directory. Exit status 0 if every incident came out the same,"
+        " 1 if one did not, 2 for a file that cannot be replayed.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="report file or report.directory")
     parser.add_argument("--incident", metavar="ID", help="replay this incident only")

@@ -20,7 +20,8 @@ def add_parser(subparsers: Subparsers) -> None:
         help="serve mixed traffic for many forwards; any violation is a failure",
         description="Starts a small server with every check on and every byte"
         " compared, and sends mixed traffic (shared prefixes, chunked prompts, several turns,"
-        " aborts) until so many forwards have run. Exit status 1 on the first violation.",
+        " aborts) until so many forwards have run. Exit status 1 at the first violation, and if a"
+        " forward was not checked or a request not served.",
     )
     parser.add_argument("--forwards", type=int, default=20000, help="default 20000")
     add_engine_arguments(parser)

@@ -230,7 +230,7 @@ class Report(Section):
         False, "Whether reports and log lines show token ids. Token ids are user content."
     )
     every_row: bool = setting(
-        False, "Whether report files get every violation row instead of one report an incident."
+        False, "Whether report files get every violation row, beside one report an incident."
     )
 
 

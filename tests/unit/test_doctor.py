@@ -156,7 +156,7 @@ def test_an_engine_that_cannot_see_the_plugin_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "ENGINES", (blind,))
     (plugin,) = of_topic(list(examine(None, None, {})), "sglang plugin")
     assert plugin.level == "fail"
-    assert "pip install kvcanary_plugin" in plugin.do
+    assert "pip install ." in plugin.do
 
 
 @pytest.mark.usefixtures("unprobed_engine")
