@@ -1,7 +1,8 @@
-"""The operator's pages: commands run, links and numbers hold, names exist."""
+"""The docs: commands run, links and numbers hold, names and files exist."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -12,12 +13,18 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvcanary_plugin.checks import CHECKS
 from kvcanary_plugin.config import iter_settings
 from kvcanary_plugin.hooks.vllm import pools
 from kvcanary_plugin.metrics import METRICS, CanaryMetrics, RankLabels
 from tests.deploy.paths import DOCS, ROOT, alert_names, load_rules
 
 PAGES = ("operate.md", "runbook.md", "limits.md", "security.md", "compatibility.md")
+EVERY_PAGE = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")))
+FOLDERS = ("benchmarks", "configs", "deploy", "docs", "kvcanary_plugin", "requirements", "tests")
+# Where the paths that a page names begin.
+ROOTS_OF_PATHS = (ROOT, ROOT / "kvcanary_plugin", ROOT / "kvcanary_plugin" / "kernels")
+every_page = pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 
 # Commands that take a server or a network: where else they are run.
 RUN_ELSEWHERE = {
@@ -89,35 +96,82 @@ def test_a_command_that_is_not_run_here_is_run_somewhere() -> None:
     assert all(any(c.startswith(name) for c in commands()) for name in RUN_ELSEWHERE)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        text = (DOCS / page).read_text()
-        for target in re.findall(r"\]\(([^)]+)\)", text):
-            file, _, anchor = target.partition("#")
-            if file.startswith("https:"):
-                continue
-            linked = (DOCS / file) if file else DOCS / page
-            assert linked.exists(), (page, target)
-            if anchor:
-                headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
-                assert anchor in [h.lower().replace(" ", "-") for h in headings], (page, target)
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        file, _, anchor = target.partition("#")
+        if file.startswith("https:"):
+            continue
+        linked = (page.parent / file) if file else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            assert anchor in [h.lower().replace(" ", "-") for h in headings], target
 
 
-def test_metrics_that_the_pages_name_exist() -> None:
+@every_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)"
+    # X stands for any name.
+    files = r"`((?:\w+/)*(?!X)\w+\.(?:py|h|cuh|cc|cu|yaml))`"
+    names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
+    for named in {*re.findall(paths, text), *re.findall(files, text)}:
+        is_there = any((root / named).exists() for root in ROOTS_OF_PATHS)
+        assert is_there or named in names, named
+
+
+@every_page
+def test_metrics_that_a_page_names_exist(page: Path) -> None:
     known = {metric.name for metric in METRICS} | {"kvcanary_plugin", "kvcanary_config"}
     records = {rule["record"] for rule in load_rules() if "record" in rule}
-    for page in PAGES:
-        text = (DOCS / page).read_text()
-        assert set(re.findall(r"\bkvcanary_[a-z_]+[a-z]", text)) <= known, page
-        assert set(re.findall(r"\bkvcanary:[a-z_]+:[a-z0-9_]+", text)) <= records, page
+    text = page.read_text()
+    assert set(re.findall(r"\bkvcanary_[a-z_]+[a-z]", text)) <= known
+    assert set(re.findall(r"\bkvcanary:[a-z_]+:[a-z0-9_]+", text)) <= records
 
 
-def test_settings_that_the_pages_name_exist() -> None:
+@every_page
+def test_settings_that_a_page_names_exist(page: Path) -> None:
     known = {setting.name for setting in iter_settings()}
     sections = {name.partition(".")[0] for name in known if "." in name}
-    for page in PAGES:
-        named = re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", (DOCS / page).read_text())
-        assert {n for n in named if n.partition(".")[0] in sections} <= known, page
+    named = re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", page.read_text())
+    files = {name for name in named if name.endswith((".py", ".cu", ".cc"))}
+    assert {n for n in named if n.partition(".")[0] in sections} - files <= known
+
+
+def test_the_table_of_metrics_has_their_labels_and_their_own_words() -> None:
+    text = (DOCS / "operate.md").read_text()
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
+        row = f"| `{metric.name}` | {labels} | {metric.help} |"
+        assert row in text, row
+
+
+def test_the_table_of_violations_has_every_check() -> None:
+    text = (DOCS / "violations.md").read_text()
+    in_table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
+    assert {name for cell in in_table for name in re.findall(r"`(\w+)`", cell)} == {
+        check.label for check in CHECKS
+    }
+
+
+def test_imports_run_the_way_that_the_layers_say() -> None:
+    text = (DOCS / "how-it-works.md").read_text().partition("## Layers")[2].split("```")[1]
+    rows = [re.split(r"  +", line)[0].split(", ") for line in text.strip().splitlines()]
+    layer = {name: index for index, names in enumerate(rows) for name in names}
+    package = ROOT / "kvcanary_plugin"
+    for path in package.rglob("*.py"):
+        importer = _part(path.relative_to(package).with_suffix("").parts, layer)
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if importer and module and module.startswith("kvcanary_plugin."):
+                imported = _part(tuple(module.split(".")[1:]), layer)
+                assert imported is None or layer[importer] <= layer[imported], (path, module)
+
+
+def _part(path: tuple[str, ...], layer: dict[str, int]) -> str | None:
+    """The entry of the layers that a module belongs to."""
+    return next((name for name in ("/".join(path[:2]), path[0]) if name in layer), None)
 
 
 def test_the_table_of_severities_is_that_of_the_rules() -> None:
