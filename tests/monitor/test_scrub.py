@@ -290,7 +290,9 @@ def test_an_idle_thread_never_sees_a_slot_that_a_forward_rewrites(monkeypatch: p
         thread.start()
     try:
         before = scrubbed(world)
-        for number in range(150):
+        for number in range(100_000):
+            if number >= 150 and scrubbed(world) > before:
+                break
             # The same slots again and again, each time with other bytes.
             tokens = [number, number + 1, number + 2, 5, 6]
             assert world.forward(Part(uid=number, row=2, tokens=tokens, slots=SLOTS)) == []
@@ -482,7 +484,7 @@ def test_the_share_holds_on_this_machine():
     guard.slots.state[1:] = 3
     context = guard.context(LaunchTag.SEAL)
     record_fields(context)[:, 3] = fold_slots(context, torch.arange(2000))
-    step_seconds = scrub_seconds = 0.0
+    step_seconds = scrub_seconds = longest_seconds = 0.0
     scrubber = Scrubber(
         guards=monitor.guards,
         settings=Scrub(percent_of_step_time=10),
@@ -494,8 +496,10 @@ def test_the_share_holds_on_this_machine():
         step_seconds += 0.020
         began = time.thread_time()
         scrubber.after_forward(1)
-        scrub_seconds += time.thread_time() - began
-    assert 0.05 * step_seconds <= scrub_seconds <= 0.102 * step_seconds
+        took = time.thread_time() - began
+        scrub_seconds, longest_seconds = scrub_seconds + took, max(took, longest_seconds)
+    # A chunk that took long is paid off by the steps that follow, of which the last may have none.
+    assert 0.05 * step_seconds <= scrub_seconds <= 0.102 * step_seconds + longest_seconds
     assert guard.slots_run(LaunchTag.SCRUB) > 1000
 
 

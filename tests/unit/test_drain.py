@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -682,9 +681,7 @@ def test_full_ring_of_violations_is_counted_without_decoding_each_row(
 
     monkeypatch.setattr(Violation, "from_row", counted_from_row)
     with caplog.at_level(logging.ERROR):
-        started = time.thread_time()
         harness.drain.flush()
-        seconds = time.thread_time() - started
     monkeypatch.undo()
     harness.drain.stop()
     chain = {"check": "chain", "group": "full", "phase": "verify"}
@@ -692,7 +689,6 @@ def test_full_ring_of_violations_is_counted_without_decoding_each_row(
     assert len(caplog.records) == harness.config.log.max_reports_per_minute
     assert sample("kvcanary_incidents_total") == MAX_OPEN
     assert 0 < len(decoded) <= 2 * MAX_OPEN
-    assert seconds < 3.0, "a poll of a full ring takes about a tenth of a second of one core"
 
 
 def test_limit_per_minute_opens_again_after_a_minute() -> None:

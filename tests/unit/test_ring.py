@@ -172,13 +172,12 @@ def test_tensor_that_is_no_ring_is_refused(ring: torch.Tensor, message: str) -> 
 
 
 _WRITER = """
-import os, sys, time
+import os, sys
 import numpy as np
 path, capacity, total, batch, enough = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 ring = np.memmap(path, dtype=np.int64, mode="r+", shape=(capacity, 16))
 print("ready", flush=True)
 sys.stdin.readline()
-started = time.process_time()  # of its own: the processor may belong to others as well
 written = 0
 while written < total or not os.path.exists(enough):
     for start in range(written, written + total, batch):
@@ -188,14 +187,14 @@ while written < total or not os.path.exists(enough):
         ring[rows, :15] = n[:, None]
         ring[rows, 15] = n + 1
     written += total
-print(written, written / (time.process_time() - started), flush=True)
+print(written, flush=True)
 """
 
 
-def test_no_count_is_lost_against_a_process_that_writes_a_million_rows_a_second(
+def test_no_count_is_lost_against_a_process_that_writes_faster_than_it_is_read(
     tmp_path: Path,
 ) -> None:
-    """Eight million of them, and as many again until the reader has met the writer at work."""
+    """Eight million rows, and as many again until the reader has met and lost some at work."""
     capacity, total, batch_size = 4096, 8_192_000, 512
     path, enough = tmp_path / "ring", tmp_path / "enough"
     path.write_bytes(bytes(capacity * VIOLATION_FIELDS * 8))
@@ -233,14 +232,13 @@ def test_no_count_is_lost_against_a_process_that_writes_a_million_rows_a_second(
                 if len(values) and values[-1, 0] > latest:
                     latest = int(values[-1, 0])
                     reads_while_writing += not finished
-                if reads_while_writing > 3:
+                if reads_while_writing > 3 and dropped:
                     enough.touch()
         finally:
             enough.touch()
-        written, rate = writer.stdout.read().split()
-    assert read + dropped == int(written)
-    assert latest == int(written) - 1
-    assert float(rate) > 1e6, "this machine is too slow for the test to mean what it says"
+        written = int(writer.stdout.read())
+    assert read + dropped == written
+    assert latest == written - 1
 
 
 @pytest.mark.usefixtures("threads_alternate")
