@@ -48,7 +48,7 @@ def lacks(*targets: str) -> str:
     """Why an engine without ``targets`` is not guarded."""
     return (
         f"SGLang {engine_version()} has no {', '.join(targets)}; "
-        "the versions that this plugin knows are listed in docs/operate.md"
+        "the versions that this plugin knows are listed in docs/compatibility.md"
     )
 
 
