@@ -43,7 +43,8 @@ CHECKS: Final = (
             "a block was loaded into the wrong place",
         ),
         do="Compare the last writer with the reader: a different request points at the prefix cache"
-        " or the allocator, the same request at the page table.",
+        " or the allocator, the same request at the page table. At position 0 nothing comes before:"
+        " the slot is another identity's, see prefix_identity.",
     ),
     Check(
         label="position",
