@@ -255,6 +255,8 @@ class Drill:
         self._control_file = directory / "fault.json"
         self._done_file = directory / "fault.json.done"
         self._reports = directory / "reports"
+        # Lines of each report file from before the fault: an earlier server counted steps as well.
+        self._old_lines: dict[Path, int] = {}
         # Another drill may have run in this directory: its faults lie in the file already.
         self._next_id = 1 + max((entry["id"] for entry in self._done()), default=0)
 
@@ -310,6 +312,7 @@ class Drill:
     def _run_case(self, case: FaultCase) -> DrillResult:
         self._flush_cache()
         before = self._settled()
+        self._old_lines = {path: len(_whole_lines(path)) for path in self._report_files()}
         planted = self._serve_until_planted(case)
         report = self._wait_for_report(case, planted) if planted else None
         after = self._snapshot()
@@ -391,11 +394,14 @@ class Drill:
         return None
 
     def _read_reports(self) -> Iterator[dict[str, Any]]:
-        for path in sorted(self._reports.glob("*.jsonl")):
-            for line in _whole_lines(path):
+        for path in self._report_files():
+            for line in _whole_lines(path)[self._old_lines.get(path, 0) :]:
                 report = json.loads(line)
                 if report["type"] == "row":
                     yield report
+
+    def _report_files(self) -> list[Path]:
+        return sorted(self._reports.glob("*.jsonl"))
 
     def _flush_cache(self) -> None:
         """Forget every cached prefix, corrupted ones included; refused while requests run."""

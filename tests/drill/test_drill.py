@@ -92,6 +92,21 @@ def test_a_fault_on_one_rank_is_asked_for_there_and_says_which_ranks_counted(
     assert f"(tp_rank {', '.join(map(str, ranks))})" in matrix.as_text([result])
 
 
+def test_what_an_earlier_server_reported_in_the_same_directory_is_not_taken_for_this_one(
+    tmp_path, made_up_http
+):
+    row = {"type": "row", "checks": ["real_kv"], "group": "full", "slot": 5, "step": 900}
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "a-earlier.jsonl").write_text(json.dumps(row) + "\n")
+    server = MadeUpServer(tmp_path, alarming_ranks=(0,))
+    made_up_http(server)
+
+    (result,) = Drill(server, tmp_path).run(FULL_CASES[:1])
+
+    assert result.report is not None
+    assert result.report["step"] == 8
+
+
 def test_steps_are_counted_from_the_forward_that_could_see_the_fault_first(tmp_path, made_up_http):
     server = MadeUpServer(tmp_path, alarming_ranks=(0,), read_step=8)
     made_up_http(server)
