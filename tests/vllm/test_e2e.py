@@ -230,13 +230,16 @@ class TestServer:
             pytest.skip("a pool that is large enough, and no drafts")
         server = shared_server(guarded(name, directories))
         before = snapshot(server)
+        # Eight that run need more blocks than there are on average already, and others always wait
+        # for a place: they outgrow the pool however they arrive.
         spec = TrafficSpec(
             seed=5,
             conversations=24,
+            concurrency=24,
             burst=24,
-            prompt_tokens=(40, 80),
+            prompt_tokens=(60, 100),
             long_prompt_share=0,
-            output_tokens=(120, 160),
+            output_tokens=(160, 200),
             multi_turn_share=0,
             abort_share=0.1,
         )
