@@ -309,7 +309,13 @@ class TestOneServer:
     @pytest.fixture(scope="class")
     @classmethod
     def config(cls, tmp_path_factory) -> Path:
-        return write_drill_config(tmp_path_factory.mktemp("one-server"), write_input_assert=False)
+        # Evidence of an incident is collected when the drain comes to it: the recorder keeps all
+        # forwards of a case until then.
+        return write_drill_config(
+            tmp_path_factory.mktemp("one-server"),
+            write_input_assert=False,
+            recorder={"forwards": 1024},
+        )
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -7,6 +7,7 @@ host and back all the time.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from kvcanary_plugin.metrics import (
     VIOLATIONS,
 )
 from tests.e2e.test_guard import assert_reported, guarded, snapshot
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -62,6 +64,7 @@ SPECULATION_ON_A_CPU = (
 )
 MODEL_CONFIGS = Path(weights.__file__).parent / "models"
 NEW_TOKENS = 24
+CLIENTS = 4
 SOME_FAULTS = ("flip_kv", "swap_table")
 # Half a minute each; windows take the same ways, and are looked at in long runs alone.
 PRESETS_OF_A_MODE = ("llama", pytest.param("swa", marks=pytest.mark.soak))
@@ -94,7 +97,7 @@ def receive(server: SGLangServer, seed: int) -> int:
         sent = {"bootstrap_host": NOBODYS_PREFILL_SERVER, "bootstrap_room": 1000 * seed + room}
         return int(ask(server, prompt, **sent)["meta_info"]["num_retractions"])
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool:
         return sum(pool.map(one, enumerate(prompts(seed))))
 
 
@@ -114,7 +117,7 @@ def test_beam_searches_beside_other_requests_are_silent(shared_server, directori
         beams = {"sampling_params": {"beam_width": 3, "n": 2}} if index % 3 == 0 else {}
         ask(server, prompt, **beams, **({"extra_key": "tenant"} if index % 2 else {}))
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(one, enumerate(prompts(seed=2, count=36))))
 
     after = snapshot(server)
@@ -138,7 +141,9 @@ def test_a_decode_server_that_retracts_is_silent_and_reports_faults(preset, own_
     )
     server = own_server(spec)
 
-    assert receive(server, seed=1) > 10
+    seeds = itertools.count(1)
+    # Of requests that run at once one is taken, and how many do is up to when they arrive.
+    wait_until(lambda: receive(server, next(seeds)) > 10, "requests being taken to the host")
 
     now = snapshot(server)
     assert now.total(GROUP_STATE, group="full", state="guarded") == 1
@@ -185,12 +190,12 @@ def speculation_is_silent_and_reports_faults(own_server, tmp_path, preset, flags
     server: SGLangServer = own_server(spec)
 
     # A small model repeats itself, which is what n-grams live on.
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda prompt: ask(server, prompt), prompts(seed=3, count=32)))
 
     now = snapshot(server)
-    assert now.total(FORWARDS, kind="verify") > 50
     drafted = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    assert now.total(FORWARDS, kind="verify") >= drafted / CLIENTS > 0
     assert drafted < len(answers) * NEW_TOKENS, "not one draft was accepted"
     assert now.total(VIOLATIONS) == 0
     assert now.total(INTERNAL_ERRORS) == 0
@@ -214,21 +219,26 @@ def test_a_hierarchical_cache_is_silent_and_a_bad_load_is_reported(preset, own_s
     come_again = [[*range(3 + start, 100 + start)] for start in range(0, 60, 5)]
 
     def serve() -> None:
-        with ThreadPoolExecutor(4) as pool:
+        with ThreadPoolExecutor(CLIENTS) as pool:
             list(pool.map(lambda prompt: ask(server, prompt), come_again * 4))
 
-    serve()
+    def has_loaded() -> bool:
+        serve()
+        return snapshot(server).total(EXTERNAL_SLOTS) > 0
 
+    wait_until(has_loaded, "a prompt being loaded back")
     now = snapshot(server)
-    assert now.total(EXTERNAL_SLOTS) > 0, "nothing was loaded back"
     assert now.total(VIOLATIONS) == 0
     assert now.total(INTERNAL_ERRORS) == 0
 
     harm.touch()
-    serve()
 
+    def has_loaded_harm() -> bool:
+        serve()
+        return not harm.exists()
+
+    wait_until(has_loaded_harm, "a load that goes wrong")
     now = snapshot(server)
-    assert not harm.exists()
     assert now.total(VIOLATIONS, check="real_kv", phase="adopt") == 1
     assert now.total(INTERNAL_ERRORS) == 0
 
