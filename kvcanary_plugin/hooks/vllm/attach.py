@@ -306,8 +306,11 @@ def _caches(runner: Any, vllm_config: Any) -> GuardedCaches:
     )
 
 
-def extend_worker() -> None:
-    """Attach a session to every worker of this process whose KV cache is initialised."""
+def extend_worker(unsupported_because: str | None) -> None:
+    """Attach a session to every worker of this process whose KV cache is initialised.
+
+    With a reason not to, they only show it, if they are asked to guard anything.
+    """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     original = WorkerWrapperBase.initialize_from_config
@@ -315,7 +318,7 @@ def extend_worker() -> None:
     @functools.wraps(original)
     def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        _attach(self.worker, self.vllm_config)
+        _attach(self.worker, self.vllm_config, unsupported_because)
         return result
 
     WorkerWrapperBase.initialize_from_config = initialize_from_config
@@ -338,7 +341,7 @@ def extend_scheduler_output() -> None:
     NewRequestData.from_request = classmethod(from_request)
 
 
-def _attach(worker: Any, vllm_config: Any) -> None:
+def _attach(worker: Any, vllm_config: Any, unsupported_because: str | None) -> None:
     settings = flag.config_of_worker(vllm_config.additional_config)
     if settings is None:
         logger.info(
@@ -347,6 +350,8 @@ def _attach(worker: Any, vllm_config: Any) -> None:
         return
     config, config_path = settings
     try:
+        if unsupported_because is not None:
+            raise versions.UnsupportedRunnerError(unsupported_because)
         session = Session(
             config=config, config_path=config_path, worker=worker, vllm_config=vllm_config
         )

@@ -31,12 +31,18 @@ _INHERITED = os.environ.get(ENVIRONMENT)
 
 
 def extend_engine_arguments() -> None:
-    """Teach vLLM's argument classes the flag, and to check the settings. Once per process."""
+    """Teach vLLM's argument classes the flag, and to check the settings. Once per process.
+
+    All of it or nothing: ImportError or AttributeError where one of them is another class than it
+    was.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-    EngineArgs.add_cli_args = staticmethod(_with_flag(EngineArgs.add_cli_args))
-    EngineArgs.from_cli_args = classmethod(_taking_flag(EngineArgs.from_cli_args.__func__))
-    EngineArgs.create_engine_config = _checking_settings(EngineArgs.create_engine_config)
+    add, take = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
+    configure = EngineArgs.create_engine_config
+    EngineArgs.add_cli_args = staticmethod(_with_flag(add))
+    EngineArgs.from_cli_args = classmethod(_taking_flag(take))
+    EngineArgs.create_engine_config = _checking_settings(configure)
     for arguments_class in (EngineArgs, AsyncEngineArgs):
         arguments_class.__init__ = _taking_keyword(arguments_class.__init__)
 

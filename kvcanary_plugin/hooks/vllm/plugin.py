@@ -3,6 +3,9 @@
 vLLM calls it before it parses its command line, in engine cores and in workers; a forked process
 inherits what its parent has patched and is not called again. It is also the way to give
 ``vllm.LLM`` its ``kvcanary_config=``: call ``register()`` before you construct one.
+
+vLLM does not catch what a plugin raises. A version that lacks something of what is patched must
+serve all the same while nobody has asked for a guard, and may not look guarded once somebody has.
 """
 
 from __future__ import annotations
@@ -14,6 +17,11 @@ import os
 from kvcanary_plugin.hooks.vllm import flag
 from kvcanary_plugin.series_file import DIRECTORY_VARIABLE
 
+logger = logging.getLogger(__name__)
+
+# What a class or module that is not there raises.
+_LACKING = (ImportError, AttributeError)
+
 
 @functools.cache
 def register() -> None:
@@ -21,11 +29,20 @@ def register() -> None:
     from kvcanary_plugin.hooks.vllm import aborts, attach, transfers
 
     _log_where_the_engine_logs()
-    flag.extend_engine_arguments()
-    aborts.extend_scheduler()
-    attach.extend_scheduler_output()
-    transfers.extend_scheduler_connector()
-    attach.extend_worker()
+    unsupported_because = None
+    try:
+        aborts.extend_scheduler()
+        attach.extend_scheduler_output()
+        transfers.extend_scheduler_connector()
+    except _LACKING as error:
+        unsupported_because = f"this vLLM lacks what the hooks need: {error}"
+    try:
+        attach.extend_worker(unsupported_because)
+        flag.extend_engine_arguments()
+    except _LACKING as error:
+        # Nothing could show that it is not guarded, so there is no flag: vLLM refuses an unknown.
+        logger.error("kvcanary: this vLLM cannot be guarded: %s", error)
+        return
     if DIRECTORY_VARIABLE in os.environ:  # a second API server: the engine is configured already
         flag.show_workers_metrics()
 

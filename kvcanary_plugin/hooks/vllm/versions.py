@@ -35,7 +35,7 @@ _LATENT = 3
 
 
 class UnsupportedRunnerError(RuntimeError):
-    """A model runner that lacks something that the hooks need."""
+    """A model runner, or a vLLM around it, that lacks something that the hooks need."""
 
 
 def engine_version() -> str:
