@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# No deadline: on two shared cores the time of one example says nothing.
-settings.register_profile("default", deadline=None)
+# No deadlines: on two shared cores the time that examples take says nothing.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # In CI the examples are the same at every run: a red build is about the change, not about luck.
-settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
