@@ -323,6 +323,9 @@ def cause_of(violation: Violation, *, reader_wrote_it_at: int | None = None) -> 
         return f"{slot}: holds position {v.position}; {written}; {read}"
     if "token" in labels:
         return f"{slot}: holds another token than {reader} has there; {written}; {read}"
+    if at == 0:
+        identity = "another identity (adapter, salt, media)"
+        return f"{slot}: begins a sequence of {identity}; {written}; {read}"
     return f"{slot}: does not continue the slot before it; {written}; {read}"
 
 

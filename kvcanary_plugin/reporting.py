@@ -210,13 +210,14 @@ class Reporter:
             return
         incident.reported_rows = incident.rows
         logger.error(
-            "kvcanary: incident %s %s: %d rows so far in steps %d to %d, %d requests hit",
+            "kvcanary: incident %s %s: %d rows in steps %d to %d, %d request%s hit",
             incident.id,
             what,
             incident.rows,
             incident.first_step,
             incident.last_step,
             len(incident.requests),
+            "" if len(incident.requests) == 1 else "s",
         )
 
     # --- rows -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def add_parser(subparsers: Subparsers) -> None:
         " CPU, runs them through the canary, and says whether the same violation comes out, and"
         " whether the recorded events explain it. FILE is a report file, one of its lines in a"
         " file of its own, or report.directory. Exit status 0 if every incident came out the same,"
-        " 1 if one did not, 2 for a file that cannot be replayed.",
+        " 1 if one did not, else 2 if one cannot be replayed, or the file cannot be read.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="report file or report.directory")
     parser.add_argument("--incident", metavar="ID", help="replay this incident only")
@@ -38,14 +38,20 @@ def run(arguments: argparse.Namespace) -> int:
                 f"kvcanary: {arguments.file} holds {what}; it holds"
                 f" {', '.join(incident.id for incident in incidents) or 'none'}"
             )
-        reproduced = True
-        for incident in chosen:
-            result = replay(incident)
-            for paragraph in story(incident, result):
-                print(textwrap.fill(paragraph, 96, subsequent_indent="  "))
-            print()
-            reproduced &= result.reproduced
     except IncidentFileError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0 if reproduced else 1
+    status = 0
+    for incident in chosen:
+        try:
+            result = replay(incident)
+        except IncidentFileError as error:
+            print(error, file=sys.stderr)
+            status = status or 2
+            continue
+        for paragraph in story(incident, result):
+            print(textwrap.fill(paragraph, 96, subsequent_indent="  "))
+        print()
+        if not result.reproduced:
+            status = 1
+    return status

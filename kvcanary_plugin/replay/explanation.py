@@ -38,13 +38,6 @@ def _from_recorded_writes(evidence: Evidence, root: Place) -> str:
 
     reader = root.request_uid if root.request_uid is not None else UNKNOWN
     for forward in reversed(evidence.window):
-        for event in reversed(forward.events):
-            given_up = event.kind in ("reset", "free", "alloc") and event.group == root.group
-            if given_up and (event.slots is None or root.slot in event.slots):
-                return (
-                    f"explained by the recorded events: before step {forward.step} slot"
-                    f" {root.slot} was given up ({event.kind})"
-                )
         for part in forward.parts:
             entry = root.read_position - part.prefix_len - part.first
             sent = part.slots[root.group]
@@ -67,6 +60,14 @@ def _from_recorded_writes(evidence: Evidence, root: Place) -> str:
                 return (
                     f"explained by the recorded events: in step {forward.step} {name(part.uid)}"
                     f" wrote position {position} to slot {root.slot}"
+                )
+        # Backwards: what happened to slots comes before the forward.
+        for event in reversed(forward.events):
+            given_up = event.kind in ("reset", "free", "alloc") and event.group == root.group
+            if given_up and (event.slots is None or root.slot in event.slots):
+                return (
+                    f"explained by the recorded events: before step {forward.step} slot"
+                    f" {root.slot} was given up ({event.kind})"
                 )
     return (
         f"slot {root.slot} stood so when the recorded window began (step"

@@ -381,6 +381,17 @@ class TestAllocator:
         decode(world)
         assert "before step 2 slot 9 was given up (free)" in replayed(world)
 
+    def test_a_slot_that_is_handed_out_and_written_in_one_step_is_explained_by_the_write(
+        self, tmp_path: Path
+    ) -> None:
+        world = self.world(tmp_path)
+        events = world.monitor.guards[0].events
+        events.free(torch.tensor([9]))
+        events.alloc(torch.tensor([9, 12]))
+        world.forward(Part(uid=2, row=2, tokens=[40, 41], slots=[9, 12]))
+        decode(world, slot=13)
+        assert "in step 2 request req-2 wrote position 0 to slot 9" in replayed(world)
+
     def test_a_double_free_replays(self, tmp_path: Path) -> None:
         world = self.world(tmp_path)
         world.monitor.guards[0].events.free(torch.tensor(SLOTS_5))

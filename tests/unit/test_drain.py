@@ -265,7 +265,7 @@ def test_incident_that_goes_on_is_summed_up_once_a_minute_and_at_its_end(
     harness.writer.put(step=200)
     harness.drain.flush()
     assert len(caplog.records) == 2
-    assert "goes on: 101 rows so far in steps 0 to 200, 1 requests hit" in caplog.text
+    assert "goes on: 101 rows in steps 0 to 200, 1 request hit" in caplog.text
     harness.writer.put(step=201)
     harness.drain.flush()
     harness.clock += QUIET_SECONDS

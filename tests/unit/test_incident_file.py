@@ -254,3 +254,15 @@ def _integers(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         else ()
     )
     return [place for key, item in items for place in _integers(item, (*path, key))]
+
+
+def test_an_incident_without_evidence_is_named_and_the_others_are_replayed(
+    lines: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bare = {**lines[0], "id": "bare", "evidence": None, "no_evidence_because": "too many"}
+    path = write(tmp_path / "a.jsonl", bare)
+    path.write_text(path.read_text() + json.dumps(lines[1]) + "\n")
+    assert main(["replay", str(path)]) == 2
+    told = capsys.readouterr()
+    assert told.out.count("REPRODUCED") == 1
+    assert "incident bare holds no evidence (too many)" in told.err

@@ -321,6 +321,15 @@ def test_the_cause_names_both_requests_both_steps_and_the_position():
     )
 
 
+def test_a_chain_that_begins_wrong_has_no_slot_before_it():
+    first = cause_of(violation(FailReason.VERIFY_CHAIN_HASH, position=0))
+    assert "begins a sequence of another identity" in first
+    assert "before it" not in first
+    assert "does not continue the slot before it" in cause_of(
+        violation(FailReason.VERIFY_CHAIN_HASH)
+    )
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.label)
 @pytest.mark.parametrize("tag", list(LaunchTag))
 @pytest.mark.parametrize("known", [True, False])
