@@ -79,6 +79,7 @@ _DEVICE_ENV: Final[Mapping[Device, Mapping[str, str]]] = MappingProxyType(
     {"cpu": {"SGLANG_USE_CPU_ENGINE": "1", **NO_COMPILING}, "cuda": {}}
 )
 _PORTS: Final = range(12_000, 22_000)
+_RESERVATIONS: Final[list[socket.socket]] = []
 # Reads from a pipe that only this process can write to: it ends when this process does, however.
 _KILL_GROUP_AT_END_OF_INPUT: Final = 'read -r _; kill -s KILL -- "-$0"'
 
@@ -378,16 +379,30 @@ class SGLangServer(EngineServer):
 def free_port() -> int:
     """A port that nobody listens on, below those that the kernel gives to whoever asks for any.
 
-    The server takes it seconds later.
+    The server takes it seconds later: until this process ends, no other that asks here gets it.
     """
     while True:
         port = secrets.choice(_PORTS)
+        if not _reserve(port):
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
         return port
+
+
+def _reserve(port: int) -> bool:
+    """Whether no process has reserved it. Such a name is no file: it ends with its owner."""
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        reservation.bind(f"\0kvcanary-port-{port}")
+    except OSError:
+        reservation.close()
+        return False
+    _RESERVATIONS.append(reservation)
+    return True
 
 
 def _live_group_members(group: int) -> list[int]:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvcanary_plugin.drill import server
 from kvcanary_plugin.drill.engines import ENGINES
 from kvcanary_plugin.drill.server import (
     CUDA_MODEL,
@@ -13,6 +16,7 @@ from kvcanary_plugin.drill.server import (
     PRESETS,
     EngineSpec,
     ServerSpec,
+    free_port,
 )
 from kvcanary_plugin.drill.vllm_server import VLLMServerSpec
 
@@ -29,6 +33,25 @@ def test_an_unknown_model_is_refused_with_the_names_there_are():
         ValueError, match=r"model \.\.\. got 'gpt'; allowed tiny-gemma2, tiny-llama"
     ):
         ServerSpec(model="gpt")
+
+
+def test_a_port_goes_to_nobody_else_before_its_server_listens(monkeypatch):
+    first, other = free_port(), free_port()
+    monkeypatch.setattr(server.secrets, "choice", lambda _: offered.pop(0))
+    in_another_process = f"""
+from kvcanary_plugin.drill import server
+server.secrets.choice = lambda _: offered.pop(0)
+offered = [{first}, {other}, {first}]
+try:
+    server.free_port()
+except IndexError:
+    print("none of them")
+"""
+    run = [sys.executable, "-c", in_another_process]
+    assert subprocess.check_output(run, text=True) == "none of them\n"
+    offered = [first, other]
+    with pytest.raises(IndexError):
+        free_port()
 
 
 def test_a_config_without_the_plugin_is_refused():
