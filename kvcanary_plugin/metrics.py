@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GroupState = Literal["guarded", "unsupported", "blind", "off"]
+GroupState = Literal["guarded", "unsupported", "blind"]
 # Parts of the canary in which an internal error is counted.
 ErrorPlace = Literal[
-    "hook", "plan", "launch", "lifecycle", "identity", "oracle", "scrub", "drain", "decode",
-    "counters", "report", "config", "recorder", "faults",
+    "hook", "launch", "lifecycle", "oracle", "scrub", "drain", "decode", "counters", "report",
+    "config", "recorder",
 ]  # fmt: skip
 
 

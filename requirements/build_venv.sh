@@ -58,7 +58,7 @@ if ! is_done "$venv/engine.stamp" "$engine_key" || ! is_from_wanted_python; then
         3.11.* | 3.12.* | 3.13.*) ;;
         *) die "PYTHON ... got $python ($python_version); allowed 3.11 to 3.13; do: make venv PYTHON=python3.11" ;;
     esac
-    say "building $venv for $engine with Python $python_version (a few minutes, 1.5 GB; log: $log)"
+    say "building $venv for $engine with Python $python_version (a few minutes; log: $log)"
     rm -rf "$venv"
     : >"$log"
     logged "$python" -m venv "$venv"
