@@ -54,6 +54,7 @@ from kvcanary_plugin.metrics import (
 )
 from tests.deploy.alerting import assert_that_only_a_fault_fires
 from tests.deploy.prometheus_harness import SKIP_REASON, Prometheus, is_installed
+from tests.server_pool import END_SECONDS
 from tests.waiting import replace_text, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -268,6 +269,22 @@ class TestServer:
             outputs.append(generate_all(server.url, prompts, max_new_tokens=24, dialect=VLLM))
         assert outputs[0] == outputs[1]
         assert "kvcanary_" not in server.metrics()
+
+
+    def test_mode_raise_ends_the_server_with_the_report(self, name, shared_server, directories):
+        if name != "llama":
+            pytest.skip("what llama shows holds here as well")
+        server = shared_server(guarded(name, directories))
+        settings = directories(name) / "kvcanary.yaml"
+        in_mode_log = settings.read_text()
+        change_while_serving(server, settings, in_mode_log.replace("mode: log", "mode: raise"))
+        Drill(server, settings.parent)._ask_for(FULL_CASES[1])
+        with pytest.raises(RequestError):
+            generate(server.url, fixed_prompts(1)[0], max_new_tokens=800, dialect=VLLM)
+        # With status 0: to vLLM's server an engine that has died is a reason to end like any other.
+        server.wait_for_exit(END_SECONDS)
+        assert "kvcanary: real_kv violation" in server.log()
+        settings.write_text(in_mode_log)
 
 
 def saving_to(storage: Path, *, several: bool) -> tuple[str, ...]:
