@@ -270,7 +270,6 @@ class TestServer:
         assert outputs[0] == outputs[1]
         assert "kvcanary_" not in server.metrics()
 
-
     def test_mode_raise_ends_the_server_with_the_report(self, name, shared_server, directories):
         if name != "llama":
             pytest.skip("what llama shows holds here as well")
