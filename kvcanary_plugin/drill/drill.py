@@ -29,7 +29,8 @@ from kvcanary_plugin.metrics import FORWARDS, SLOTS_SEALED, SLOTS_VERIFIED, VIOL
 _OUTPUT_TOKENS: Final = 24
 _REQUESTS: Final = 3
 _DRAIN_INTERVAL_SECONDS: Final = 0.05
-# The first round offers a place for almost every fault, the second one prefixes out of the cache.
+# The first round of each prompts offers a place for almost every fault, the second one prefixes out
+# of the cache; prompts that are too short for either make way for others.
 _MOST_ROUNDS: Final = 20
 _FLUSH_TIMEOUT_SECONDS: Final = 60.0
 _REPORT_TIMEOUT_SECONDS: Final = 60.0
@@ -302,8 +303,8 @@ class Drill:
         self, case: FaultCase, *, dry_run: bool = False
     ) -> dict[str, Any] | None:
         fault_id = self._ask_for(case, dry_run=dry_run)
-        for _ in range(_MOST_ROUNDS):
-            self._traffic(100 + fault_id)
+        for number in range(_MOST_ROUNDS):
+            self._traffic(100 + fault_id + 1000 * (number // 2))
             planted = self._planted(fault_id)
             if planted is not None:
                 return planted

@@ -92,6 +92,32 @@ def test_a_fault_on_one_rank_is_asked_for_there_and_says_which_ranks_counted(
     assert f"(tp_rank {', '.join(map(str, ranks))})" in matrix.as_text([result])
 
 
+def test_prompts_that_offer_no_place_come_twice_and_make_way_for_others(
+    tmp_path, made_up_http, monkeypatch
+):
+    server = MadeUpServer(tmp_path, alarming_ranks=())
+    made_up_http(server)
+    rounds: list[frozenset[tuple[int, ...]]] = []
+
+    def traffic(drill: Drill, seed: int) -> None:
+        prompts: list[tuple[int, ...]] = []
+        monkeypatch.setattr(
+            drill_module, "generate", lambda _, prompt, **__: prompts.append(prompt)
+        )
+        serve_round(drill, seed)
+        rounds.append(frozenset(prompts))
+
+    serve_round = Drill._traffic
+    monkeypatch.setattr(Drill, "_traffic", traffic)
+
+    (result,) = Drill(server, tmp_path).run(FULL_CASES[:1])
+
+    assert not result.planted
+    assert len(rounds) >= 6
+    assert rounds[::2] == rounds[1::2]
+    assert len(set(rounds)) == len(rounds) // 2
+
+
 def test_what_an_earlier_server_reported_in_the_same_directory_is_not_taken_for_this_one(
     tmp_path, made_up_http
 ):
