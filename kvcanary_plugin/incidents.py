@@ -324,7 +324,7 @@ def cause_of(violation: Violation, *, reader_wrote_it_at: int | None = None) -> 
     if "token" in labels:
         return f"{slot}: holds another token than {reader} has there; {written}; {read}"
     if at == 0:
-        identity = "another identity (adapter, salt, media)"
+        identity = "another identity (adapter, salt, weights)"
         return f"{slot}: begins a sequence of {identity}; {written}; {read}"
     return f"{slot}: does not continue the slot before it; {written}; {read}"
 
