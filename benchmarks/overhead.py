@@ -107,14 +107,14 @@ class WorkerSide:
         original = canary.around_forward
 
         @contextmanager
-        def around_forward(translate: Callable[[], Any]) -> Iterator[None]:
+        def around_forward(translate: Callable[[], Any], **options: Any) -> Iterator[None]:
             steps: list[Any] = []
 
             def translate_and_keep() -> Any:
                 steps.append(translate())
                 return steps[0]
 
-            forward = original(translate_and_keep)
+            forward = original(translate_and_keep, **options)
             begin = time.perf_counter()
             forward.__enter__()
             before = time.perf_counter() - begin

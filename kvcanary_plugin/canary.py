@@ -136,27 +136,47 @@ class Canary:
             )
 
     @contextmanager
-    def around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
-        """Runs the canary's steps before and after the engine's forward in the ``with`` block.
+    def around_forward(
+        self, translate: Callable[[], ForwardStep], *, arrays_stay: bool = False
+    ) -> Iterator[None]:
+        """Runs the canary's steps around the engine's forward in the ``with`` block.
 
-        ``translate`` makes the step from the engine's batch; if it fails, so that this forward's
-        writes go unseen, the canary goes blind.
+        Args:
+            translate: makes the step from the engine's batch; if it fails, so that this forward's
+                writes go unseen, the canary goes blind.
+            arrays_stay: whether the engine leaves what ``translate`` reads, and the step's arrays,
+                as they are until the forward has ended on the device. Then they may be looked at
+                when the forward is launched, beside it: the host's work costs it nothing.
         """
-        monitor = self.monitor
+        monitor, injector = self.monitor, self._injector
         if monitor is None:
             yield
             return
+        step: ForwardStep | None = None
+        looks_beside = False
         with monitor.guard_errors("hook"):
-            step = translate()
-            if self._injector is not None:
-                self._injector.before_forward(step)
-            monitor.before_forward(step)
-            if self._injector is not None:
-                self._injector.under_forward()
-        yield
+            looks_beside = monitor.forward_begins(arrays_stay=arrays_stay)
+            if injector is not None or not looks_beside:
+                step = translate()
+            if injector is not None and step is not None:
+                injector.before_forward(step)
+            if not looks_beside and step is not None:
+                self._look_at(step)
+        try:
+            yield
+        finally:
+            if looks_beside and monitor.blind_because is None:
+                with monitor.guard_errors("hook"), monitor.beside_forward():
+                    self._look_at(step if step is not None else translate())
         monitor.after_forward()
+        if injector is not None:
+            injector.after_forward()
+
+    def _look_at(self, step: ForwardStep) -> None:
+        assert self.monitor is not None
+        self.monitor.look_at(step)
         if self._injector is not None:
-            self._injector.after_forward()
+            self._injector.under_forward()
 
     def requests_to_abort(self) -> tuple[int, ...]:
         """In mode abort, uids of the requests hit since the last call; for the engine to end."""

@@ -21,8 +21,9 @@ class EngineGate:
     engine launched. An idle turn ends only when the device has done it, so that nothing on a
     device overlaps either. Whatever changes records or slot states goes through here.
 
-    Writes that are launched beside a forward run while it does. Whoever comes next, the end of the
-    forward or somebody else, waits for them on their stream.
+    What is launched beside a forward runs while it does: long writes, or all that the canary does
+    about it. Whoever comes next, the end of the forward or somebody else, waits for that on their
+    stream.
 
     Args:
         device: device of the records.
@@ -41,7 +42,12 @@ class EngineGate:
         cuda: Any = torch.cuda if device.type == "cuda" else None
         self._launched = cuda.Event() if cuda is not None else None
         self._idle_stream = cuda.Stream(device) if cuda is not None else None
-        self._has_branch = False
+        # Its blocks go first when the forward's fill the device: they are few.
+        self._side = cuda.Stream(device, priority=-1) if cuda is not None else None
+        self._before_forward = cuda.Event() if cuda is not None else None
+        self._side_is_done = cuda.Event() if cuda is not None else None
+        self._has_side = self._has_branch = False
+        self.is_beside_forward = False
         self._marker = torch.zeros(1, dtype=torch.int64, device=device)
 
     def engine_enters(self) -> None:
@@ -53,6 +59,33 @@ class EngineGate:
     def branch_begins(self) -> None:
         """Writes follow that are launched beside the forward (``launch_canary_write_kernel``)."""
         self._has_branch = True
+
+    def mark_before_forward(self) -> None:
+        """What is launched beside the coming forward follows what the stream holds now."""
+        if self._before_forward is not None:
+            self._before_forward.record()
+
+    @contextmanager
+    def beside_forward(self) -> Iterator[None]:
+        """The forward is launched. What is launched inside follows what was there before it.
+
+        Memory that torch hands out inside comes back to the same side stream, whose work begins
+        each time behind everything that the forward's stream held by then.
+        """
+        self.is_beside_forward = True
+        try:
+            if self._side is None or self._side_is_done is None:
+                yield
+                return
+            self._side.wait_event(self._before_forward)
+            with torch.cuda.stream(self._side):
+                try:
+                    yield
+                finally:
+                    self._side_is_done.record()
+                    self._has_side = True
+        finally:
+            self.is_beside_forward = False
 
     def engine_leaves(self) -> None:
         """A forward, all of it, has been launched on the current stream."""
@@ -89,9 +122,9 @@ class EngineGate:
             yield self._tables_are_there
 
     def join_branch(self) -> None:
-        """The forward's stream goes on once the writes beside the forward are done."""
+        """The forward's stream goes on once all that runs beside the forward is done."""
         self._wait_for_branch()
-        self._has_branch = False
+        self._has_side = self._has_branch = False
 
     def engine_left_before(self, seconds: float) -> bool:
         """Whether at least one forward has been and none for that long."""
@@ -133,3 +166,5 @@ class EngineGate:
     def _wait_for_branch(self) -> None:
         if self._has_branch:
             join_writes(self._marker)
+        if self._has_side and self._side_is_done is not None:
+            self._side_is_done.wait()

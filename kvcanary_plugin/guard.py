@@ -171,6 +171,12 @@ class GroupGuard:
             return 0
         return sum(read_bytes(source, self.seal_mode) for source in self.group.sources)
 
+    @property
+    def may_verify_beside_forward(self) -> bool:
+        """Whether a verify reads tables and records alone, which stay as they are meanwhile."""
+        reads_bytes = self._contexts[LaunchTag.VERIFY].real_kv_hash_mode is not RealKvHashMode.NONE
+        return self.group.table_stable_through_forward and not reads_bytes
+
     def pack_contexts(self) -> None:
         """Checks and packs every context now, so that no later launch copies anything."""
         beside = (self.scrub_second_look, self.tree_write, self.adopted_records)

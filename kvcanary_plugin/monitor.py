@@ -143,14 +143,43 @@ class CanaryMonitor:
         self._result = ForwardResult.UNCHECKED
 
     def before_forward(self, step: ForwardStep) -> None:
-        """Steps 1 to 3: everything that has to happen before the engine's forward is launched."""
+        """Steps 1 to 3, before the engine's forward is launched."""
+        self.forward_begins()
+        self.look_at(step)
+
+    def forward_begins(self, *, arrays_stay: bool = False) -> bool:
+        """What comes first. Returns whether :meth:`look_at` may wait until the forward is launched.
+
+        Then it is called inside :meth:`beside_forward`.
+
+        Args:
+            arrays_stay: whether the engine leaves the arrays of the step as they are until the
+                forward's stream has come to its end.
+        """
         self._raise_pending()
         self._gate.engine_enters()
+        self._step = None
+        self._result = ForwardResult.UNCHECKED
+        may_wait = False
+        if self.blind_because is None:
+            with self.guard_errors("launch"):
+                self.scrubber.step_begins()
+                self.reverifier.sample(self._reverified_share)
+                may_wait = arrays_stay and self._reads_nothing_that_a_forward_changes
+                if may_wait:
+                    self._gate.mark_before_forward()
+        return may_wait
+
+    def beside_forward(self) -> AbstractContextManager[None]:
+        """Around :meth:`look_at` of a forward that is launched: its stream does not wait for it."""
+        return self._gate.beside_forward()
+
+    def look_at(self, step: ForwardStep) -> None:
+        """Steps 1 to 3: events, verify, write. After :meth:`forward_begins`."""
         if step.kind is ForwardKind.DUMMY:
             step = _with_dummy_uids(step)
         self._step = step
         self._tree = step if step.drafts_a_tree else None
-        self._result = ForwardResult.UNCHECKED
         if self.blind_because is not None:
             return
         with self.guard_errors("launch"):
@@ -158,8 +187,6 @@ class CanaryMonitor:
             if self._last_step == -1:
                 for guard in self.guards:
                     guard.pack_contexts()
-            self.scrubber.step_begins()
-            self.reverifier.sample(self._reverified_share)
             events = [self._take_events(guard) for guard in self.guards]
             self._copy = self._record(step)
             self._learn_prompts(step)
@@ -432,6 +459,15 @@ class CanaryMonitor:
 
     # --- the steps ------------------------------------------------------------------------------
 
+    @property
+    def _reads_nothing_that_a_forward_changes(self) -> bool:
+        """Whether the coming :meth:`look_at` does, and has nothing to compare with afterwards."""
+        return (
+            not self.reverifier.is_sampled
+            and self.history is None
+            and all(guard.may_verify_beside_forward for guard in self.guards)
+        )
+
     def _record(self, step: ForwardStep) -> StepCopy | None:
         """Keep the step for reports; what fails here costs reports and no check."""
         try:
@@ -468,7 +504,11 @@ class CanaryMonitor:
 
     def _write_all(self, step: ForwardStep, expected: Mapping[int, Pair | None]) -> None:
         """The records of this step; ``expected`` inputs by the token offset of the groups."""
-        is_long = step.longest_extend >= _LONG_EXTEND and not self._config.write_input_assert
+        is_long = (
+            step.longest_extend >= _LONG_EXTEND
+            and not self._config.write_input_assert
+            and not self._gate.is_beside_forward
+        )
         if is_long and self._copy is None:
             self._copy = self._copy_if_there_is_room(step)
         if not is_long or self._copy is None:

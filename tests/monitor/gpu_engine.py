@@ -21,7 +21,10 @@ REQUESTS, PROMPT, SLOTS, LAYERS, BYTES = 4, 4000, 20000, 8, 4096
 class GpuEngine:
     """Four requests that have computed their prompts; each forward decodes one token of each."""
 
-    def __init__(self, *, layers: int = LAYERS, **settings: object) -> None:
+    def __init__(
+        self, *, layers: int = LAYERS, arrays_stay: bool = False, **settings: object
+    ) -> None:
+        self.arrays_stay = arrays_stay
         self.table = torch.zeros((8, 8192), dtype=torch.int32, device="cuda")
         self.kv = [
             torch.randint(0, 256, (SLOTS, BYTES), dtype=torch.uint8, device="cuda")
@@ -90,10 +93,16 @@ class GpuEngine:
         work: Callable[[], None] = lambda: None,
     ) -> None:
         step = self.step_of(prefix=prefix, tokens=tokens, slots=slots)
-        with no_synchronisation(forbidden=self.step > 1 and self.is_alone):
-            self.monitor.before_forward(step)
+        may_wait = not (self.step > 1 and self.is_alone)
+        with no_synchronisation(forbidden=not may_wait):
+            looks_beside = self.monitor.forward_begins(arrays_stay=self.arrays_stay)
+            if not looks_beside:
+                self.monitor.look_at(step)
         work()
-        with no_synchronisation(forbidden=self.step > 1 and self.is_alone):
+        with no_synchronisation(forbidden=not may_wait):
+            if looks_beside:
+                with self.monitor.beside_forward():
+                    self.monitor.look_at(step)
             self.monitor.after_forward()
         assert not self.errors, self.errors
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -103,13 +104,13 @@ FAULTS = (
 class FaultyEngine(SimulatedEngine):
     """An engine in which ``kind`` happens once, as soon as it can after :meth:`arm`."""
 
-    def __init__(self, options: Options, *, seed: int, kind: str) -> None:
+    def __init__(self, options: Options, *, seed: int, kind: str, **engine: Any) -> None:
         self.kind = kind
         self.dice = random.Random(seed + 1)
         self.armed = False
         self.planted_at: int | None = None
         self._afterwards: list[Callable[[], None]] = []
-        super().__init__(options, seed=seed, fault=self._asked)
+        super().__init__(options, seed=seed, fault=self._asked, **engine)
 
     def arm(self) -> None:
         """From now on the fault may happen."""

@@ -202,8 +202,10 @@ class SimulatedEngine:
         seed: int,
         config: CanaryConfig | None = None,
         fault: Callable[[str], bool] = lambda _kind: False,
+        arrays_stay: bool = False,
     ) -> None:
         self.options = options
+        self.arrays_stay = arrays_stay
         self.rng = random.Random(seed)
         self.fires = fault
         page = options.page_size
@@ -898,9 +900,16 @@ class SimulatedEngine:
         self.step += 1
         self.events["forward"] += 1
         self.before_step(parts)
-        self.monitor.before_forward(self._forward_step(parts, kind))
+        step = self._forward_step(parts, kind)
+        looks_beside = self.monitor.forward_begins(arrays_stay=self.arrays_stay)
+        if not looks_beside:
+            self.monitor.look_at(step)
         self.under_forward(parts)
         self._compute(parts)
+        if looks_beside:
+            self.events["look beside"] += 1
+            with self.monitor.beside_forward():
+                self.monitor.look_at(step)
         self.monitor.after_forward()
 
     def before_step(self, parts: list[Part]) -> None:

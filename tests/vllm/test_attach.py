@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvcanary_plugin.cache import KVCacheGroup
+from kvcanary_plugin.hooks.vllm import features
 from kvcanary_plugin.hooks.vllm.attach import Session
 from kvcanary_plugin.hooks.vllm.pools import GuardedCaches
 
@@ -107,10 +108,25 @@ def test_an_error_behind_a_forward_does_not_reach_the_engine():
     session: Any = object.__new__(Session)
     session.canary = SimpleNamespace(
         monitor=SimpleNamespace(guard_errors=guard_errors),
-        around_forward=lambda _translate: nullcontext(),
+        around_forward=lambda _translate, **_options: nullcontext(),
         requests_to_abort=lambda: (),
     )
+    session._arrays_stay = True
     session._loads = SimpleNamespace(after_forward=fails)
     with session._around_forward(lambda: None):
         pass
     assert [str(error) for error in caught] == ["no room"]
+
+
+def test_arrays_stay_unless_a_model_has_media_or_a_connector_loads():
+    def stay(*, media: bool, connector: object) -> bool:
+        return features.arrays_stay_through_forward(
+            SimpleNamespace(
+                model_config=SimpleNamespace(is_multimodal_model=media),
+                kv_transfer_config=connector,
+            )
+        )
+
+    assert stay(media=False, connector=None)
+    assert not stay(media=True, connector=None)
+    assert not stay(media=False, connector=SimpleNamespace(kv_connector="NixlConnector"))

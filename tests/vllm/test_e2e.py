@@ -116,6 +116,20 @@ def change_while_serving(server: VLLMServer, settings: Path, text: str) -> None:
     )
 
 
+# What production checks in every forward. Then a forward is looked at when it is launched.
+NOTHING_THAT_A_FORWARD_CHANGES: dict[str, object] = {
+    "write_input_assert": False,
+    "checks": {"token": False},
+    "verify": {"real_kv": "none"},
+    "reverify": {"sample": 0},
+}
+SEEN_BESIDE = tuple(
+    case
+    for case in (*FULL_CASES, *TABLE_CASES)
+    if case.fault in ("swap_table", "drop_write", "break_chain", "null_entry", "other_identity")
+)
+
+
 # Ordered by server, which takes longer to start than its tests to run.
 
 
@@ -284,6 +298,19 @@ class TestServer:
         server.wait_for_exit(END_SECONDS)
         assert "kvcanary: real_kv violation" in server.log()
         settings.write_text(in_mode_log)
+
+
+def test_faults_are_seen_where_a_forward_is_looked_at_when_it_is_launched(
+    shared_server, tmp_path_factory
+):
+    directory = tmp_path_factory.mktemp("beside")
+    config = write_drill_config(directory, **NOTHING_THAT_A_FORWARD_CHANGES)
+    server = shared_server(replace(PRESETS["llama"], kvcanary_config=config))
+    result = run_soak(server, forwards=HEALTHY["llama"][0], conversations=96, seed=3)
+    assert result.passed, result.as_text() + "\n" + server.log()[-3000:]
+    for seen in Drill(server, directory).run(SEEN_BESIDE, with_twins=True):
+        assert_reported(seen)
+        assert seen.false_alarms == 0
 
 
 def saving_to(storage: Path, *, several: bool) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ class Session:
             unguarded=self._caches.unguarded,
             max_requests=int(self._runner.max_num_reqs),
         )
+        self._arrays_stay = features.arrays_stay_through_forward(vllm_config)
         self._is_warm = False
         self._forward_done = ExitStack()
         self._prepared: batch_v2.PreparedBatch | None = None
@@ -115,7 +116,7 @@ class Session:
     def _around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
         """The engine's forward with the canary's steps around it."""
         self._report_requests_that_were_hit()
-        with self.canary.around_forward(translate):
+        with self.canary.around_forward(translate, arrays_stay=self._arrays_stay):
             yield
         assert self.canary.monitor is not None
         with self.canary.monitor.guard_errors("hook"):

@@ -39,6 +39,15 @@ def unsupported_setup(vllm_config: Any) -> str | None:
     return None
 
 
+def arrays_stay_through_forward(vllm_config: Any) -> bool:
+    """Whether a batch's arrays, and the records of what it reads, stay as they are until the end.
+
+    A model with media clamps token ids while it runs; a connector may still load beside a forward.
+    """
+    has_connector = getattr(vllm_config, "kv_transfer_config", None) is not None
+    return not has_connector and not vllm_config.model_config.is_multimodal_model
+
+
 def unknown_connectors(kv_transfer_config: Any) -> list[str]:
     """Connectors without adapter in a configuration, those of a MultiConnector included."""
     names = [kv_transfer_config.kv_connector]

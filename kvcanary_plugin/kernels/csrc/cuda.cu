@@ -137,9 +137,23 @@ dim3 request_grid(int64_t num_requests, int64_t most_each, int64_t per_block) {
   return dim3(blocks(divide_up(most_each, per_block), kEnoughBlocks / y), y);
 }
 
-dim3 fold_grid(const OnDevice& device, int64_t num_entries) {
-  return dim3(blocks(num_entries,
-                     int64_t{kFoldBlocksPerMultiprocessor} * device.multiprocessors()));
+// One fold per entry: few of them take larger blocks, one for each as long as all run at once.
+template <typename Job>
+void launch_folds(const OnDevice& device, const char* name, int64_t num_entries,
+                  const LaunchContext& context, const Job& job) {
+  const int64_t multiprocessors = device.multiprocessors();
+  const auto launch = [&](auto kernel, int warps_log2) {
+    const int64_t most = multiprocessors * (kFoldWarpsPerMultiprocessor >> warps_log2);
+    device.launch(name, kernel, dim3(blocks(num_entries, most)), kWarpSize << warps_log2, context,
+                  job);
+  };
+  if (num_entries <= multiprocessors) {
+    launch(fold_kernel<Job, kMostFoldWarpsLog2>, kMostFoldWarpsLog2);
+  } else if (num_entries <= 2 * multiprocessors) {
+    launch(fold_kernel<Job, kMostFoldWarpsLog2 - 1>, kMostFoldWarpsLog2 - 1);
+  } else {
+    launch(fold_kernel<Job, kFoldWarpsLog2>, kFoldWarpsLog2);
+  }
 }
 
 // ---- checks ------------------------------------------------------------------------------------
@@ -255,8 +269,7 @@ void canary_write(TensorView launch, TensorView write_offsets, TensorView seed_s
   on_device.launch("canary_write", write_kernel, dim3(blocks(for_singles + for_others, INT32_MAX)),
                    kWriteThreads, context, arguments);
   if (context.num_sources > 0 && entries > 0) {
-    on_device.launch("the fold of canary_write", fold_kernel<WriteFoldJob>,
-                     fold_grid(on_device, entries), kFoldThreads, context, fold);
+    launch_folds(on_device, "the fold of canary_write", entries, context, fold);
   }
   if (beside) on_device.end_branch();
 }
@@ -458,8 +471,7 @@ void canary_seal(TensorView launch, TensorView write_offsets, TensorView num_val
 
   const OnDevice on_device(device);
 
-  on_device.launch("canary_seal", fold_kernel<SealJob>,
-                   fold_grid(on_device, out_cache_loc.numel()), kFoldThreads, context, job);
+  launch_folds(on_device, "canary_seal", out_cache_loc.numel(), context, job);
 }
 
 void canary_scrub(TensorView launch, TensorView slots, TensorView num_valid, int64_t step) {
@@ -471,8 +483,7 @@ void canary_scrub(TensorView launch, TensorView slots, TensorView num_valid, int
 
   const OnDevice on_device(device);
 
-  on_device.launch("canary_scrub", fold_kernel<ScrubJob>, fold_grid(on_device, slots.numel()),
-                   kFoldThreads, context, job);
+  launch_folds(on_device, "canary_scrub", slots.numel(), context, job);
 }
 
 void canary_scrub_range(TensorView launch, TensorView records, int64_t first_slot,
@@ -488,8 +499,7 @@ void canary_scrub_range(TensorView launch, TensorView records, int64_t first_slo
 
   const OnDevice on_device(device);
 
-  on_device.launch("canary_scrub_range", fold_kernel<ScrubRangeJob>,
-                   fold_grid(on_device, covered), kFoldThreads, context, job);
+  launch_folds(on_device, "canary_scrub_range", covered, context, job);
 }
 
 SnapshotTensors snapshot_of(const TensorView& entries, const TensorView& rows,

@@ -8,10 +8,11 @@
 
 namespace kvcanary {
 
+// Warps of a multiprocessor that fold, in blocks of 8 for lists of any length, and of up to 32 for
+// few slots: the more warps share a slot, the fewer waits for memory stand behind one another.
+constexpr int kFoldWarpsPerMultiprocessor = 32;
 constexpr int kFoldWarpsLog2 = 3;
-constexpr int kFoldWarps = 1 << kFoldWarpsLog2;
-constexpr int kFoldThreads = kFoldWarps * kWarpSize;
-constexpr int kFoldBlocksPerMultiprocessor = 4;
+constexpr int kMostFoldWarpsLog2 = 5;
 
 constexpr int64_t kNotFolded = -1;
 
@@ -143,20 +144,22 @@ struct ScrubRangeJob {
 
 // A fixed number of blocks walks the entries. With few entries several warps share a slot's
 // sources, so that even a short list keeps the memory busy; the count is known on the device only.
-template <typename Job>
-__global__ void __launch_bounds__(kFoldThreads, kFoldBlocksPerMultiprocessor)
+template <typename Job, int kWarpsLog2>
+__global__ void __launch_bounds__(kWarpSize << kWarpsLog2,
+                                  kFoldWarpsPerMultiprocessor >> kWarpsLog2)
     fold_kernel(const __grid_constant__ LaunchContext launch, const __grid_constant__ Job job) {
-  __shared__ uint64_t shares[kFoldWarps];
+  constexpr int kWarps = 1 << kWarpsLog2;
+  __shared__ uint64_t shares[kWarps];
   if (Job::kCountsRuns) count_launch(launch);
   const int count = launch.num_sources > 0 ? job.count() : 0;  // no sources: nothing to fold
-  const int warps = static_cast<int>(gridDim.x) * kFoldWarps;
-  int parts_log2 = kFoldWarpsLog2;
+  const int warps = static_cast<int>(gridDim.x) * kWarps;
+  int parts_log2 = kWarpsLog2;
   while (parts_log2 > 0 &&
          (count > warps >> parts_log2 || 1 << parts_log2 > launch.num_sources)) {
     --parts_log2;
   }
   const int parts = 1 << parts_log2;
-  const int slots_per_block = kFoldWarps >> parts_log2;
+  const int slots_per_block = kWarps >> parts_log2;
   const int part = warp_index() & (parts - 1);
   unsigned folded = 0;
 #pragma unroll 1
