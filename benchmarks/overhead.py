@@ -391,8 +391,8 @@ def measure(
 ) -> Samples:
     """Samples by measurement and side. The sides come in turn, every other time backwards.
 
-    Clocks drift with the temperature by more than the canary costs: the first token is measured in
-    many short turns in each repeat. Ends early, with the repeat that would pass ``seconds``.
+    Clocks drift with the temperature by more than the canary costs: what is short is measured in
+    many turns in each repeat. Ends early, with the repeat that would pass ``seconds``.
     """
     load = bench.load
     # What to measure, and in how many turns of a repeat.
@@ -403,7 +403,10 @@ def measure(
         )
     }
     for requests in load.requests:
-        works[f"time between tokens, {requests} requests"] = (partial(bench.decode, requests), 1)
+        works[f"time between tokens, {requests} requests"] = (
+            partial(bench.decode, requests),
+            max(load.requests) // requests,
+        )
 
     begin = time.monotonic()
     for side in sides:  # warm every side up
@@ -431,7 +434,7 @@ def measure(
 
 
 def as_table(samples: Samples) -> str:
-    """Medians, and the median overhead of the pairs of neighbours; in brackets the extremes."""
+    """Medians, and the overhead of the pairs of neighbours: median (extremes), mean ± its error."""
     guarded = [side for side in next(iter(samples.values())) if side != SIDES[OFF]]
     titles = {SIDES[ON]: "canary", SIDES[SCRUB]: "with scrub"}
     rows = [
@@ -451,10 +454,15 @@ def as_table(samples: Samples) -> str:
             pairs = [100 * (b / a - 1) for a, b in zip(without, sides[side], strict=True)]
             cells.append(f"{middle:.2f}")
             cells.append(
-                f"{statistics.median(pairs):+.2f} % ({min(pairs):+.2f} .. {max(pairs):+.2f})"
+                f"{statistics.median(pairs):+.2f} % ({min(pairs):+.2f} .. {max(pairs):+.2f}), "
+                f"mean {statistics.mean(pairs):+.2f}{_standard_error(pairs)}"
             )
         rows.append(f"| {' | '.join(cells)} | {len(without)} |")
     return "\n".join(rows)
+
+
+def _standard_error(pairs: Sequence[float]) -> str:
+    return f" ± {statistics.stdev(pairs) / len(pairs) ** 0.5:.2f} %" if len(pairs) > 2 else " %"
 
 
 def checked_forwards(metrics: str) -> int:

@@ -74,7 +74,7 @@ class MadeUpEngine:
 
 
 LOAD = Load(
-    vocabulary=512, context=400, long_prompt=128, decode_prompt=32, output=20, requests=(2,)
+    vocabulary=512, context=400, long_prompt=128, decode_prompt=32, output=20, requests=(2, 6)
 )
 
 
@@ -93,12 +93,12 @@ def test_every_side_is_measured_as_often_and_begins_without_cached_prefixes(swit
 
     assert [
         {len(values) for values in sides.values()} for name, sides in sorted(samples.items())
-    ] == [{2}, {2 * 14}], "between tokens once a repeat, the first token in many turns"
+    ] == [{2 * 3}, {2}, {2 * 14}], "what is short is measured in more turns of a repeat"
     assert len(checks) == 3, "after the warm-up and after each repeat"
     # Told of by the side that begins: the canary hears what is forgotten.
     warm_up, forwards, backwards = [OFF, ON, SCRUB], [OFF, ON, SCRUB], [SCRUB, ON, OFF]
-    first = 7 * (forwards + backwards) + forwards
-    second = 7 * (backwards + forwards) + backwards
+    first = 7 * (forwards + backwards) + (forwards + backwards + forwards) + forwards
+    second = 7 * (backwards + forwards) + (backwards + forwards + backwards) + backwards
     assert engine.forgotten_on == warm_up + first + second
 
 
@@ -129,8 +129,15 @@ def test_mixed_traffic_has_prompts_beyond_a_chunk_and_fits_the_context(switch):
 def test_the_table_has_medians_and_the_differences_of_the_pairs():
     table = as_table({"work": {"off": [10.0, 20.0], "on": [11.0, 20.0], "scrub": [10.0, 21.0]}})
 
-    assert "| work | 15.00 (10.00 - 20.00) | 15.50 | +5.00 % (+0.00 .. +10.00) |" in table
-    assert "| 15.50 | +2.50 % (+0.00 .. +5.00) | 2 |" in table
+    assert (
+        "| work | 15.00 (10.00 - 20.00) | 15.50 | +5.00 % (+0.00 .. +10.00), mean +5.00 % |"
+        in table
+    )
+    assert "| 15.50 | +2.50 % (+0.00 .. +5.00), mean +2.50 % | 2 |" in table
+
+    table = as_table({"work": {"off": [10.0, 10.0, 20.0], "on": [10.1, 10.2, 20.6]}})
+
+    assert "+2.00 % (+1.00 .. +3.00), mean +2.00 ± 0.58 % | 3 |" in table
 
 
 HEALTHY = """
