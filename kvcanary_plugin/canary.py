@@ -137,7 +137,11 @@ class Canary:
 
     @contextmanager
     def around_forward(
-        self, translate: Callable[[], ForwardStep], *, arrays_stay: bool = False
+        self,
+        translate: Callable[[], ForwardStep],
+        *,
+        arrays_stay: bool = False,
+        longest_extend: int = 1,
     ) -> Iterator[None]:
         """Runs the canary's steps around the engine's forward in the ``with`` block.
 
@@ -146,27 +150,30 @@ class Canary:
                 writes go unseen, the canary goes blind.
             arrays_stay: whether the engine leaves what ``translate`` reads, and the step's arrays,
                 as they are until the forward has ended on the device. Then they may be looked at
-                when the forward is launched, beside it: the host's work costs it nothing.
+                when the forward is launched: the host's work costs it nothing.
+            longest_extend: most new tokens that a request may have, where arrays stay.
         """
         monitor, injector = self.monitor, self._injector
         if monitor is None:
             yield
             return
         step: ForwardStep | None = None
-        looks_beside = False
+        looks_later = False
         with monitor.guard_errors("hook"):
-            looks_beside = monitor.forward_begins(arrays_stay=arrays_stay)
-            if injector is not None or not looks_beside:
+            looks_later = monitor.forward_begins(
+                arrays_stay=arrays_stay, longest_extend=longest_extend
+            )
+            if injector is not None or not looks_later:
                 step = translate()
             if injector is not None and step is not None:
                 injector.before_forward(step)
-            if not looks_beside and step is not None:
+            if not looks_later and step is not None:
                 self._look_at(step)
         try:
             yield
         finally:
-            if looks_beside and monitor.blind_because is None:
-                with monitor.guard_errors("hook"), monitor.beside_forward():
+            if looks_later and monitor.blind_because is None:
+                with monitor.guard_errors("hook"), monitor.forward_is_launched():
                     self._look_at(step if step is not None else translate())
         monitor.after_forward()
         if injector is not None:

@@ -46,7 +46,7 @@ class EngineGate:
         self._side = cuda.Stream(device, priority=-1) if cuda is not None else None
         self._before_forward = cuda.Event() if cuda is not None else None
         self._side_is_done = cuda.Event() if cuda is not None else None
-        self._has_side = self._has_branch = False
+        self._is_marked = self._has_side = self._has_branch = False
         self.is_beside_forward = False
         self._marker = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -64,17 +64,19 @@ class EngineGate:
         """What is launched beside the coming forward follows what the stream holds now."""
         if self._before_forward is not None:
             self._before_forward.record()
+        self._is_marked = True
 
     @contextmanager
-    def beside_forward(self) -> Iterator[None]:
-        """The forward is launched. What is launched inside follows what was there before it.
+    def forward_is_launched(self) -> Iterator[None]:
+        """What is launched inside runs beside a forward that was marked, and behind any other.
 
-        Memory that torch hands out inside comes back to the same side stream, whose work begins
-        each time behind everything that the forward's stream held by then.
+        Beside it, it follows what was there before the forward. Memory that torch hands out there
+        comes back to the same side stream, whose work begins each time behind everything that the
+        forward's stream held by then.
         """
-        self.is_beside_forward = True
+        self.is_beside_forward, self._is_marked = self._is_marked, False
         try:
-            if self._side is None or self._side_is_done is None:
+            if not self.is_beside_forward or self._side is None or self._side_is_done is None:
                 yield
                 return
             self._side.wait_event(self._before_forward)

@@ -25,6 +25,7 @@ class GpuEngine:
         self, *, layers: int = LAYERS, arrays_stay: bool = False, **settings: object
     ) -> None:
         self.arrays_stay = arrays_stay
+        self.longest_extend = 1
         self.table = torch.zeros((8, 8192), dtype=torch.int32, device="cuda")
         self.kv = [
             torch.randint(0, 256, (SLOTS, BYTES), dtype=torch.uint8, device="cuda")
@@ -95,13 +96,15 @@ class GpuEngine:
         step = self.step_of(prefix=prefix, tokens=tokens, slots=slots)
         may_wait = not (self.step > 1 and self.is_alone)
         with no_synchronisation(forbidden=not may_wait):
-            looks_beside = self.monitor.forward_begins(arrays_stay=self.arrays_stay)
-            if not looks_beside:
+            looks_later = self.monitor.forward_begins(
+                arrays_stay=self.arrays_stay, longest_extend=self.longest_extend
+            )
+            if not looks_later:
                 self.monitor.look_at(step)
         work()
         with no_synchronisation(forbidden=not may_wait):
-            if looks_beside:
-                with self.monitor.beside_forward():
+            if looks_later:
+                with self.monitor.forward_is_launched():
                     self.monitor.look_at(step)
             self.monitor.after_forward()
         assert not self.errors, self.errors

@@ -901,14 +901,17 @@ class SimulatedEngine:
         self.events["forward"] += 1
         self.before_step(parts)
         step = self._forward_step(parts, kind)
-        looks_beside = self.monitor.forward_begins(arrays_stay=self.arrays_stay)
-        if not looks_beside:
+        looks_later = self.monitor.forward_begins(
+            arrays_stay=self.arrays_stay,
+            longest_extend=256 if self.step % 2 else 1,  # beside the forward and behind it
+        )
+        if not looks_later:
             self.monitor.look_at(step)
         self.under_forward(parts)
         self._compute(parts)
-        if looks_beside:
-            self.events["look beside"] += 1
-            with self.monitor.beside_forward():
+        if looks_later:
+            self.events["look later"] += 1
+            with self.monitor.forward_is_launched():
                 self.monitor.look_at(step)
         self.monitor.after_forward()
 

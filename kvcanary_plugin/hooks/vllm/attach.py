@@ -113,10 +113,14 @@ class Session:
         return original(tags, *args, **kwargs)
 
     @contextmanager
-    def _around_forward(self, translate: Callable[[], ForwardStep]) -> Iterator[None]:
+    def _around_forward(
+        self, translate: Callable[[], ForwardStep], *, requests: int, tokens: int
+    ) -> Iterator[None]:
         """The engine's forward with the canary's steps around it."""
         self._report_requests_that_were_hit()
-        with self.canary.around_forward(translate, arrays_stay=self._arrays_stay):
+        with self.canary.around_forward(
+            translate, arrays_stay=self._arrays_stay, longest_extend=tokens - requests + 1
+        ):
             yield
         assert self.canary.monitor is not None
         with self.canary.monitor.guard_errors("hook"):
@@ -187,7 +191,9 @@ class Session:
             return original(*args, **kwargs)
         assert isinstance(translator, batch_v1.V1Translator)
         with self._around_forward(
-            lambda: self._noting_loads(translator.translate(scheduler_output))
+            lambda: self._noting_loads(translator.translate(scheduler_output)),
+            requests=len(scheduler_output.num_scheduled_tokens),
+            tokens=scheduler_output.total_num_scheduled_tokens,
         ):
             return original(*args, **kwargs)
 
@@ -235,7 +241,11 @@ class Session:
             return
         assert isinstance(translator, batch_v2.V2Translator)
         self._forward_done.enter_context(
-            self._around_forward(lambda: self._noting_loads(translator.translate(prepared)))
+            self._around_forward(
+                lambda: self._noting_loads(translator.translate(prepared)),
+                requests=prepared.input_batch.num_reqs,
+                tokens=prepared.input_batch.num_tokens,
+            )
         )
 
     def _postprocess_sampled(

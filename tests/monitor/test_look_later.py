@@ -28,6 +28,7 @@ from tests.monitor.model_check import FAULTS, Fault, FaultyEngine
 from tests.monitor.simulated_engine import ENGINES
 from tests.monitor.world import Part, World, checking_everything, found
 
+LONG = 256
 PROMPT, SLOTS = [11, 7, 7, 300, 0], [5, 6, 9, 2, 31]
 MAY_WAIT: dict[str, Any] = {
     "verify": {"real_kv": "none"},
@@ -69,16 +70,16 @@ def run(engine_name: str, kind: str, seed: int, *, arrays_stay: bool) -> FaultyE
 def test_a_random_fault_is_found_alike_and_all_before_it_is_silent(fault: Fault):
     able = [name for name in NO_LOADS if fault.possible(ENGINES[name])]
     number = STATE_FAULTS.index(fault)
-    beside, before = (
+    later, before = (
         run(able[number % len(able)], fault.kind, seed=number, arrays_stay=stays)
         for stays in (True, False)
     )
-    assert beside.events["look beside"] == beside.events["forward"] > 0
-    assert before.events["look beside"] == 0
-    assert beside.violations == before.violations
-    assert all(violation.step >= (beside.planted_at or 0) for violation in beside.violations)
-    assert beside.planted_at is not None or not beside.violations
-    for one, other in zip(beside.monitor.guards, before.monitor.guards, strict=True):
+    assert later.events["look later"] == later.events["forward"] > 0
+    assert before.events["look later"] == 0
+    assert later.violations == before.violations
+    assert all(violation.step >= (later.planted_at or 0) for violation in later.violations)
+    assert later.planted_at is not None or not later.violations
+    for one, other in zip(later.monitor.guards, before.monitor.guards, strict=True):
         assert torch.equal(one.records, other.records)
         assert torch.equal(one.slots.state, other.slots.state)
 
@@ -221,6 +222,16 @@ def test_a_batch_that_cannot_be_translated_makes_the_canary_blind(served: Served
     assert served.monitor.forward_counts == {(ForwardKind.UNKNOWN, ForwardResult.ERROR): 1}
 
 
+def test_only_a_batch_with_a_long_prompt_is_looked_at_beside_its_forward():
+    monitor = World(config=checking_everything(**MAY_WAIT)).monitor
+    for longest_extend, is_beside in ((1, False), (255, False), (256, True), (8192, True)):
+        assert monitor.forward_begins(arrays_stay=True, longest_extend=longest_extend)
+        with monitor.forward_is_launched():
+            assert monitor._gate.is_beside_forward == is_beside
+        assert not monitor._gate.is_beside_forward
+        monitor.after_forward()
+
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -250,11 +261,11 @@ def test_records_are_there_while_the_forward_still_runs(engine_stream: None):
     step = engine.step_of(prefix=PROMPT_ON_GPU, tokens=1, slots=slots)
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
-    assert engine.monitor.forward_begins(arrays_stay=True)
+    assert engine.monitor.forward_begins(arrays_stay=True, longest_extend=LONG)
     torch.cuda._sleep(2_000_000_000)  # about a second
     forward_is_done = torch.cuda.Event()
     forward_is_done.record()
-    with engine.monitor.beside_forward():
+    with engine.monitor.forward_is_launched():
         engine.monitor.look_at(step)
     while True:
         with torch.cuda.stream(other):
@@ -271,8 +282,9 @@ def test_records_are_there_while_the_forward_still_runs(engine_stream: None):
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("longest_extend", [1, LONG], ids=["behind", "beside"])
 def test_what_the_engine_prepares_late_and_overwrites_at_once_is_seen_as_the_forward_sees_it(
-    engine_stream: None,
+    engine_stream: None, longest_extend: int
 ):
     """The arrays come to be right before the forward, and are the next batch's right after it."""
     late, calm = gpu_engine(), gpu_engine(arrays_stay=False)
@@ -292,9 +304,9 @@ def test_what_the_engine_prepares_late_and_overwrites_at_once_is_seen_as_the_for
             torch.cuda._sleep(200_000)
             slots.copy_(right)
             uids.copy_(engine.rows)
-            assert engine.monitor.forward_begins(arrays_stay=True)
+            assert engine.monitor.forward_begins(arrays_stay=True, longest_extend=longest_extend)
             torch.cuda._sleep(200_000)
-            with engine.monitor.beside_forward():
+            with engine.monitor.forward_is_launched():
                 engine.monitor.look_at(step)
             engine.monitor.after_forward()
             slots.fill_(7)
@@ -308,10 +320,12 @@ def test_what_the_engine_prepares_late_and_overwrites_at_once_is_seen_as_the_for
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("longest_extend", [1, LONG], ids=["behind", "beside"])
 def test_a_graph_that_is_replayed_does_not_hold_the_canary_up_nor_synchronise_it(
-    engine_stream: None,
+    engine_stream: None, longest_extend: int
 ):
     engine = gpu_engine(recorder={"forwards": 8})
+    engine.longest_extend = longest_extend
     graph = torch.cuda.CUDAGraph()
     engine.compute()
     torch.cuda.synchronize()
