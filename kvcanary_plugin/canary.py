@@ -160,14 +160,14 @@ class Canary:
         step: ForwardStep | None = None
         looks_later = False
         with monitor.guard_errors("hook"):
-            looks_later = monitor.forward_begins(
-                arrays_stay=arrays_stay, longest_extend=longest_extend
-            )
+            looks_later = monitor.forward_begins(arrays_stay=arrays_stay)
             if injector is not None or not looks_later:
                 step = translate()
             if injector is not None and step is not None:
                 injector.before_forward(step)
-            if not looks_later and step is not None:
+            if looks_later:
+                monitor.forward_follows(longest_extend=longest_extend)
+            elif step is not None:
                 self._look_at(step)
         try:
             yield

@@ -147,15 +147,15 @@ class CanaryMonitor:
         self.forward_begins()
         self.look_at(step)
 
-    def forward_begins(self, *, arrays_stay: bool = False, longest_extend: int = 1) -> bool:
+    def forward_begins(self, *, arrays_stay: bool = False) -> bool:
         """What comes first. Returns whether :meth:`look_at` may wait until the forward is launched.
 
-        Then it is called inside :meth:`forward_is_launched`.
+        Then :meth:`forward_follows` comes before the forward, and :meth:`look_at` inside
+        :meth:`forward_is_launched`.
 
         Args:
             arrays_stay: whether the engine leaves the arrays of the step as they are until the
                 forward's stream has come to its end.
-            longest_extend: most new tokens that a request of the step may have.
         """
         self._raise_pending()
         self._gate.engine_enters()
@@ -167,11 +167,18 @@ class CanaryMonitor:
                 self.scrubber.step_begins()
                 self.reverifier.sample(self._reverified_share)
                 may_wait = arrays_stay and self._reads_nothing_that_a_forward_changes
-                # A stream beside the forward's costs it more than the few short kernels of a batch
-                # without long prompts.
-                if may_wait and longest_extend >= _LONG_EXTEND:
-                    self._gate.mark_before_forward()
         return may_wait
+
+    def forward_follows(self, *, longest_extend: int) -> None:
+        """The stream holds what :meth:`look_at` will read. The forward is launched next.
+
+        Args:
+            longest_extend: most new tokens that a request of the step may have.
+        """
+        # With the few short kernels of a batch without long prompts a second stream costs a step
+        # as much as it saves.
+        if longest_extend >= _LONG_EXTEND:
+            self._gate.mark_before_forward()
 
     def forward_is_launched(self) -> AbstractContextManager[None]:
         """Around :meth:`look_at` where it has waited for the forward."""

@@ -96,10 +96,10 @@ class GpuEngine:
         step = self.step_of(prefix=prefix, tokens=tokens, slots=slots)
         may_wait = not (self.step > 1 and self.is_alone)
         with no_synchronisation(forbidden=not may_wait):
-            looks_later = self.monitor.forward_begins(
-                arrays_stay=self.arrays_stay, longest_extend=self.longest_extend
-            )
-            if not looks_later:
+            looks_later = self.monitor.forward_begins(arrays_stay=self.arrays_stay)
+            if looks_later:
+                self.monitor.forward_follows(longest_extend=self.longest_extend)
+            else:
                 self.monitor.look_at(step)
         work()
         with no_synchronisation(forbidden=not may_wait):

@@ -901,11 +901,10 @@ class SimulatedEngine:
         self.events["forward"] += 1
         self.before_step(parts)
         step = self._forward_step(parts, kind)
-        looks_later = self.monitor.forward_begins(
-            arrays_stay=self.arrays_stay,
-            longest_extend=256 if self.step % 2 else 1,  # beside the forward and behind it
-        )
-        if not looks_later:
+        looks_later = self.monitor.forward_begins(arrays_stay=self.arrays_stay)
+        if looks_later:  # beside the forward and behind it, in turn
+            self.monitor.forward_follows(longest_extend=256 if self.step % 2 else 1)
+        else:
             self.monitor.look_at(step)
         self.under_forward(parts)
         self._compute(parts)

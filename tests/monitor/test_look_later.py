@@ -132,15 +132,17 @@ class Served:
         )
         assert self.canary.monitor is not None
         self.monitor = self.canary.monitor
-        self._noted(self.monitor, "look_at", "after_forward")
+        self._noted(self.monitor, "forward_follows", "look_at", "after_forward")
 
     def _noted(self, owner: Any, *names: str) -> None:
         for name in names:
             original: Callable[..., Any] = getattr(owner, name)
 
-            def noted(*args: Any, _name: str = name, _original: Any = original) -> Any:
+            def noted(
+                *args: Any, _name: str = name, _original: Any = original, **options: Any
+            ) -> Any:
                 self.order.append(_name)
-                return _original(*args)
+                return _original(*args, **options)
 
             setattr(owner, name, noted)
 
@@ -184,7 +186,7 @@ def a_prompt() -> Part:
 def test_the_batch_is_translated_when_its_forward_is_launched(served: Served):
     served.canary._injector = None  # which has to see a forward before it begins
     served.forward(a_prompt())
-    assert served.order == ["forward", "translate", "look_at", "after_forward"]
+    assert served.order == ["forward_follows", "forward", "translate", "look_at", "after_forward"]
     assert served.monitor.guards[0].slots_run(LaunchTag.SEAL) == len(SLOTS)
     served.order.clear()
     served.forward(a_prompt(), arrays_stay=False)
@@ -197,7 +199,8 @@ def test_a_fault_is_planted_before_the_forward_all_the_same(served: Served, tmp_
     served.order.clear()
     served.forward(Part(uid=1, row=1, tokens=[*PROMPT, 4, 5, 6], slots=[40, 41, 42], prefix=5))
     served.forward(Part(uid=1, row=1, tokens=[*PROMPT, 4, 5, 6, 8], slots=[43], prefix=8))
-    assert served.order == 2 * ["translate", "forward", "look_at", "after_forward"]
+    in_turn = ["translate", "forward_follows", "forward", "look_at", "after_forward"]
+    assert served.order == 2 * in_turn  # what the look reads is there when the forward follows
     planted = json.loads((tmp_path / "fault.json.done").read_text())
     rows = RingReader(served.monitor.sink.ring).read().rows
     violations = [Violation.from_row(row, ["full"], RequestNames()) for row in rows]
@@ -209,7 +212,7 @@ def test_a_forward_that_fails_has_been_seen(served: Served):
     served.canary._injector = None
     with pytest.raises(ValueError, match="the engine's"):
         served.forward(a_prompt(), failure=ValueError("the engine's"))
-    assert served.order == ["forward", "translate", "look_at"]
+    assert served.order == ["forward_follows", "forward", "translate", "look_at"]
     assert served.monitor.guards[0].slots_run(LaunchTag.WRITE) == len(SLOTS)
     assert served.monitor.blind_because is None
 
@@ -217,7 +220,7 @@ def test_a_forward_that_fails_has_been_seen(served: Served):
 def test_a_batch_that_cannot_be_translated_makes_the_canary_blind(served: Served):
     served.canary._injector = None
     served.forward(a_prompt(), translation=ValueError("no such batch"))
-    assert served.order == ["forward", "translate", "after_forward"]
+    assert served.order == ["forward_follows", "forward", "translate", "after_forward"]
     assert served.monitor.blind_because == "hook: ValueError: no such batch"
     assert served.monitor.forward_counts == {(ForwardKind.UNKNOWN, ForwardResult.ERROR): 1}
 
@@ -225,7 +228,8 @@ def test_a_batch_that_cannot_be_translated_makes_the_canary_blind(served: Served
 def test_only_a_batch_with_a_long_prompt_is_looked_at_beside_its_forward():
     monitor = World(config=checking_everything(**MAY_WAIT)).monitor
     for longest_extend, is_beside in ((1, False), (255, False), (256, True), (8192, True)):
-        assert monitor.forward_begins(arrays_stay=True, longest_extend=longest_extend)
+        assert monitor.forward_begins(arrays_stay=True)
+        monitor.forward_follows(longest_extend=longest_extend)
         with monitor.forward_is_launched():
             assert monitor._gate.is_beside_forward == is_beside
         assert not monitor._gate.is_beside_forward
@@ -261,7 +265,8 @@ def test_records_are_there_while_the_forward_still_runs(engine_stream: None):
     step = engine.step_of(prefix=PROMPT_ON_GPU, tokens=1, slots=slots)
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
-    assert engine.monitor.forward_begins(arrays_stay=True, longest_extend=LONG)
+    assert engine.monitor.forward_begins(arrays_stay=True)
+    engine.monitor.forward_follows(longest_extend=LONG)
     torch.cuda._sleep(2_000_000_000)  # about a second
     forward_is_done = torch.cuda.Event()
     forward_is_done.record()
@@ -304,7 +309,8 @@ def test_what_the_engine_prepares_late_and_overwrites_at_once_is_seen_as_the_for
             torch.cuda._sleep(200_000)
             slots.copy_(right)
             uids.copy_(engine.rows)
-            assert engine.monitor.forward_begins(arrays_stay=True, longest_extend=longest_extend)
+            assert engine.monitor.forward_begins(arrays_stay=True)
+            engine.monitor.forward_follows(longest_extend=longest_extend)
             torch.cuda._sleep(200_000)
             with engine.monitor.forward_is_launched():
                 engine.monitor.look_at(step)
