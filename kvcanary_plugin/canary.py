@@ -141,9 +141,11 @@ class Canary:
         translate: Callable[[], ForwardStep],
         *,
         arrays_stay: bool = False,
-        longest_extend: int = 1,
+        longest_extend: Callable[[], int] = lambda: 1,
     ) -> Iterator[None]:
         """Runs the canary's steps around the engine's forward in the ``with`` block.
+
+        What a forward that fails has done nobody knows: it is looked at no more.
 
         Args:
             translate: makes the step from the engine's batch; if it fails, so that this forward's
@@ -151,7 +153,7 @@ class Canary:
             arrays_stay: whether the engine leaves what ``translate`` reads, and the step's arrays,
                 as they are until the forward has ended on the device. Then they may be looked at
                 when the forward is launched: the host's work costs it nothing.
-            longest_extend: most new tokens that a request may have, where arrays stay.
+            longest_extend: says how many new tokens a request has at most, where arrays stay.
         """
         monitor, injector = self.monitor, self._injector
         if monitor is None:
@@ -166,15 +168,13 @@ class Canary:
             if injector is not None and step is not None:
                 injector.before_forward(step)
             if looks_later:
-                monitor.forward_follows(longest_extend=longest_extend)
+                monitor.forward_follows(longest_extend=longest_extend())
             elif step is not None:
                 self._look_at(step)
-        try:
-            yield
-        finally:
-            if looks_later and monitor.blind_because is None:
-                with monitor.guard_errors("hook"), monitor.forward_is_launched():
-                    self._look_at(step if step is not None else translate())
+        yield
+        if looks_later and monitor.blind_because is None:
+            with monitor.guard_errors("hook"), monitor.forward_is_launched():
+                self._look_at(step if step is not None else translate())
         monitor.after_forward()
         if injector is not None:
             injector.after_forward()

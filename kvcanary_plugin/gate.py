@@ -54,6 +54,7 @@ class EngineGate:
         """A forward begins. One that was never left (it failed) is begun again."""
         with self._before_idle_turns():
             self._engine_is_inside = self._tables_are_there = True
+            self._is_marked = False
             self.join_branch()
 
     def branch_begins(self) -> None:

@@ -151,6 +151,7 @@ class Served:
         part: Part,
         *,
         arrays_stay: bool = True,
+        longest_extend: Callable[[], int] = lambda: 1,
         translation: Exception | None = None,
         failure: Exception | None = None,
     ) -> None:
@@ -164,7 +165,9 @@ class Served:
                 raise translation
             return step
 
-        with self.canary.around_forward(translate, arrays_stay=arrays_stay):
+        with self.canary.around_forward(
+            translate, arrays_stay=arrays_stay, longest_extend=longest_extend
+        ):
             self.order.append("forward")
             if failure is not None:
                 raise failure
@@ -208,13 +211,30 @@ def test_a_fault_is_planted_before_the_forward_all_the_same(served: Served, tmp_
     assert {violation.step for violation in violations} == {planted["step"]}
 
 
-def test_a_forward_that_fails_has_been_seen(served: Served):
+def test_a_forward_that_fails_is_looked_at_no_more_and_its_error_is_the_engines(served: Served):
     served.canary._injector = None
     with pytest.raises(ValueError, match="the engine's"):
-        served.forward(a_prompt(), failure=ValueError("the engine's"))
-    assert served.order == ["forward_follows", "forward", "translate", "look_at"]
-    assert served.monitor.guards[0].slots_run(LaunchTag.WRITE) == len(SLOTS)
+        served.forward(a_prompt(), longest_extend=lambda: LONG, failure=ValueError("the engine's"))
+    assert served.order == ["forward_follows", "forward"]
     assert served.monitor.blind_because is None
+    served.order.clear()
+    assert served.monitor.forward_begins(arrays_stay=True)
+    served.monitor.forward_follows(longest_extend=1)
+    with served.monitor.forward_is_launched():  # the mark was of the other's forward
+        assert not served.monitor._gate.is_beside_forward
+    served.forward(a_prompt())
+    assert served.monitor.guards[0].slots_run(LaunchTag.SEAL) == len(SLOTS)
+
+
+def test_a_batch_whose_size_nobody_can_tell_makes_the_canary_blind(served: Served):
+    served.canary._injector = None
+
+    def unknown() -> int:
+        raise AttributeError("no such field")
+
+    served.forward(a_prompt(), longest_extend=unknown)
+    assert served.order == ["forward", "after_forward"]
+    assert served.monitor.blind_because == "hook: AttributeError: no such field"
 
 
 def test_a_batch_that_cannot_be_translated_makes_the_canary_blind(served: Served):

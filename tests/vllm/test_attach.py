@@ -113,7 +113,7 @@ def test_an_error_behind_a_forward_does_not_reach_the_engine():
     )
     session._arrays_stay = True
     session._loads = SimpleNamespace(after_forward=fails)
-    with session._around_forward(lambda: None, requests=1, tokens=1):
+    with session._around_forward(lambda: None, lambda: 1):
         pass
     assert [str(error) for error in caught] == ["no room"]
 

@@ -107,7 +107,18 @@ class V1World:
             start += scheduled
             runner.query_start_loc.np[row + 1] = start
         self.book.scheduled(output)
+        self.longest_extend = self.translator.longest_extend(output)
         return self.translator.translate(output)
+
+
+def test_the_longest_extend_of_a_pure_decode_is_one():
+    v1, v2 = V1World(), V2World()
+    v1.step(("a", [5, 6, 7, 8], 4, 3, 1), ("b", [5, 6, 7, 8], 4, 3, 1))
+    v2.step(("a", [5, 6, 7, 8], 3, 1), ("b", [5, 6, 7, 8], 3, 1))
+    assert v1.longest_extend == v2.longest_extend == 1
+    v1.step(("a", [5, 6, 7, 8], 4, 0, 3), ("b", [5, 6, 7, 8], 4, 3, 1))
+    v2.step(("a", [5, 6, 7, 8], 0, 3), ("b", [5, 6, 7, 8], 3, 1))
+    assert v1.longest_extend == v2.longest_extend == 3
 
 
 def test_v1_a_prompt_chunk_gives_the_hosts_tokens_up_to_its_end():
@@ -251,21 +262,21 @@ class V2World:
         scheduled = np.array([p[3] for p in parts], dtype=np.int32)
         computed = np.array([p[2] for p in parts], dtype=np.int32)
         prefill = np.array([len(p[1]) for p in parts], dtype=np.int32)
-        return self.translator.translate(
-            PreparedBatch(
-                self._batch(
-                    req_ids=[p[0] for p in parts],
-                    scheduled=scheduled,
-                    # The device knows of rejected drafts, the host does not.
-                    seq_lens=computed - accepted_behind + scheduled,
-                    num_computed_tokens_np=computed,
-                    is_prefilling_np=computed < prefill,
-                    num_draft_tokens=num_draft_tokens,
-                ),
-                self.slots,
-                is_dummy=False,
-            )
+        prepared = PreparedBatch(
+            self._batch(
+                req_ids=[p[0] for p in parts],
+                scheduled=scheduled,
+                # The device knows of rejected drafts, the host does not.
+                seq_lens=computed - accepted_behind + scheduled,
+                num_computed_tokens_np=computed,
+                is_prefilling_np=computed < prefill,
+                num_draft_tokens=num_draft_tokens,
+            ),
+            self.slots,
+            is_dummy=False,
         )
+        self.longest_extend = self.translator.longest_extend(prepared)
+        return self.translator.translate(prepared)
 
     def _batch(self, *, scheduled: Any, seq_lens: Any, **fields: Any) -> Any:
         starts = np.concatenate([[0], np.cumsum(scheduled)]).astype(np.int32)

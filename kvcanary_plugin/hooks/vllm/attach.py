@@ -114,12 +114,12 @@ class Session:
 
     @contextmanager
     def _around_forward(
-        self, translate: Callable[[], ForwardStep], *, requests: int, tokens: int
+        self, translate: Callable[[], ForwardStep], longest_extend: Callable[[], int]
     ) -> Iterator[None]:
         """The engine's forward with the canary's steps around it."""
         self._report_requests_that_were_hit()
         with self.canary.around_forward(
-            translate, arrays_stay=self._arrays_stay, longest_extend=tokens - requests + 1
+            translate, arrays_stay=self._arrays_stay, longest_extend=longest_extend
         ):
             yield
         assert self.canary.monitor is not None
@@ -192,8 +192,7 @@ class Session:
         assert isinstance(translator, batch_v1.V1Translator)
         with self._around_forward(
             lambda: self._noting_loads(translator.translate(scheduler_output)),
-            requests=len(scheduler_output.num_scheduled_tokens),
-            tokens=scheduler_output.total_num_scheduled_tokens,
+            lambda: translator.longest_extend(scheduler_output),
         ):
             return original(*args, **kwargs)
 
@@ -243,8 +242,7 @@ class Session:
         self._forward_done.enter_context(
             self._around_forward(
                 lambda: self._noting_loads(translator.translate(prepared)),
-                requests=prepared.input_batch.num_reqs,
-                tokens=prepared.input_batch.num_tokens,
+                lambda: translator.longest_extend(prepared),
             )
         )
 

@@ -42,6 +42,12 @@ class V1Translator:
         self._extend_lens_of_decode = torch.ones_like(self._extend_lens)
         self._step = 0
 
+    def longest_extend(self, scheduler_output: Any) -> int:
+        """At most so many new tokens has a request: all have at least one."""
+        return (
+            int(scheduler_output.total_num_scheduled_tokens - self._runner.input_batch.num_reqs) + 1
+        )
+
     def translate(self, scheduler_output: Any) -> ForwardStep:
         """The step that the runner's buffers hold now. No device synchronisation."""
         runner, inputs = self._runner, self._runner.input_batch

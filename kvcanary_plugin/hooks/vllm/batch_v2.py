@@ -66,6 +66,11 @@ class V2Translator:
         self._all_rows = torch.arange(runner.max_num_reqs, dtype=torch.int64, device=device)
         self._step = 0
 
+    def longest_extend(self, prepared: PreparedBatch) -> int:
+        """At most so many new tokens has a request: all have at least one."""
+        batch = prepared.input_batch
+        return int(batch.num_tokens - batch.num_reqs) + 1
+
     def translate(self, prepared: PreparedBatch) -> ForwardStep:
         """The step of ``prepared``. No device synchronisation."""
         self._step += 1

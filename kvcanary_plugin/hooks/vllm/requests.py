@@ -74,8 +74,8 @@ class Batch:
 
     Fields:
         request_ids: as the runner names them.
-        uids: int64 [bs] on the device.
-        keys: int64 [bs] on the device, None when no request has one.
+        uids: int64 [bs] on the device, until the next batch is made.
+        keys: int64 [bs] there, None when no request has one.
         rows: int64 [bs] on the device: 0, 1, ... A batch is the first rows of its block table.
         requests: what is known of each; None for a request from before the canary.
     """
@@ -112,7 +112,7 @@ class RequestBook:
         """
         Args:
             names: learns the request id behind each uid.
-            device: where the batch's tensors go.
+            device: where the batches' tensors are.
             max_requests: rows of a batch.
             keeps_tokens: whether to keep the tokens that a request is admitted with.
         """
@@ -122,6 +122,9 @@ class RequestBook:
         self._known: dict[str, KnownRequest] = {}
         self._next_uid = 1
         self._all_rows = torch.arange(max_requests, dtype=torch.int64, device=device)
+        # They stay, since two streams read them: memory that an allocator hands out waits for one.
+        self._uids = torch.empty_like(self._all_rows)
+        self._keys = torch.empty_like(self._all_rows)
         self._batch: Batch | None = None
         self._somebody_new = False
         self._lists: list[AdmittedTokens] = []  # not converted yet, as far as known
@@ -187,16 +190,20 @@ class RequestBook:
             rows = self._all_rows[:size]
         return Batch(
             request_ids=request_ids,
-            uids=self._on_device(uids),
-            keys=self._on_device(keys) if any(keys) else None,
+            uids=_fill(self._uids, uids),
+            keys=_fill(self._keys, keys) if any(keys) else None,
             rows=rows,
             requests=requests,
         )
 
-    def _on_device(self, values: list[int]) -> torch.Tensor:
-        """int64. From ordinary memory: so few bytes leave it before the call returns."""
-        host = torch.from_numpy(np.array(values, dtype=np.int64))
-        return host.to(self._device, non_blocking=True)
+
+def _fill(buffer: torch.Tensor, values: list[int]) -> torch.Tensor:
+    """The front of ``buffer``, now with ``values``, behind what the stream has yet to read there.
+
+    They come from ordinary memory: so few bytes leave it before the call returns.
+    """
+    host = torch.from_numpy(np.array(values, dtype=np.int64))
+    return buffer[: len(values)].copy_(host, non_blocking=True)
 
 
 def key_of_request(request: Any) -> int:
