@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -139,18 +137,6 @@ def extend(engine: GpuEngine, number: int) -> torch.Tensor:
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.fixture(params=["default stream", "a stream of its own"])
-def engine_stream(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines run on either; streams of their own wait for nothing on the default one."""
-    if request.param == "default stream":
-        yield
-    else:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            yield
-            torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -259,18 +259,6 @@ def test_only_a_batch_with_a_long_prompt_is_looked_at_beside_its_forward():
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@pytest.fixture(params=["default stream", "a stream of its own"])
-def engine_stream(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines run on either; streams of their own wait for nothing on the default one."""
-    if request.param == "default stream":
-        yield
-    else:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            yield
-            torch.cuda.synchronize()
-
-
 def gpu_engine(*, arrays_stay: bool = True, **settings: object) -> GpuEngine:
     torch.manual_seed(3)  # the K/V of all these engines is the same
     return GpuEngine(arrays_stay=arrays_stay, scrub={"percent_of_step_time": 0}, **settings)
