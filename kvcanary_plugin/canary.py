@@ -145,7 +145,7 @@ class Canary:
     ) -> Iterator[None]:
         """Runs the canary's steps around the engine's forward in the ``with`` block.
 
-        What a forward that fails has done nobody knows: it is looked at no more.
+        A forward that fails is looked at no more, and counts as unchecked.
 
         Args:
             translate: makes the step from the engine's batch; if it fails, so that this forward's
@@ -171,7 +171,11 @@ class Canary:
                 monitor.forward_follows(longest_extend=longest_extend())
             elif step is not None:
                 self._look_at(step)
-        yield
+        try:
+            yield
+        except BaseException:
+            monitor.forward_failed()
+            raise
         if looks_later and monitor.blind_because is None:
             with monitor.guard_errors("hook"), monitor.forward_is_launched():
                 self._look_at(step if step is not None else translate())

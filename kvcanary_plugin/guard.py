@@ -172,8 +172,8 @@ class GroupGuard:
         return sum(read_bytes(source, self.seal_mode) for source in self.group.sources)
 
     @property
-    def may_verify_beside_forward(self) -> bool:
-        """Whether a verify reads tables and records alone, which stay as they are meanwhile."""
+    def may_verify_later(self) -> bool:
+        """Whether a verify reads only tables and records, which stay while a forward runs."""
         reads_bytes = self._contexts[LaunchTag.VERIFY].real_kv_hash_mode is not RealKvHashMode.NONE
         return self.group.table_stable_through_forward and not reads_bytes
 

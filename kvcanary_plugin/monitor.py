@@ -229,8 +229,15 @@ class CanaryMonitor:
                 self._scrub(step)
                 self._last_step = step.step
         self._gate.engine_leaves()
-        kind = step.kind if step is not None else ForwardKind.UNKNOWN
-        self.forward_counts[kind, self._result] += 1
+        self._count(step, self._result)
+
+    def forward_failed(self) -> None:
+        """Comes instead of :meth:`after_forward`: nobody knows what the forward has stored.
+
+        Launches nothing, since the device may be gone.
+        """
+        step, self._step = self._step, None
+        self._count(step, ForwardResult.UNCHECKED)
 
     def keep_drafts(self, path: torch.Tensor) -> None:
         """The engine has chosen among the trees of drafts that the last forward wrote.
@@ -475,8 +482,12 @@ class CanaryMonitor:
         return (
             not self.reverifier.is_sampled
             and self.history is None
-            and all(guard.may_verify_beside_forward for guard in self.guards)
+            and all(guard.may_verify_later for guard in self.guards)
         )
+
+    def _count(self, step: ForwardStep | None, result: ForwardResult) -> None:
+        kind = step.kind if step is not None else ForwardKind.UNKNOWN
+        self.forward_counts[kind, result] += 1
 
     def _record(self, step: ForwardStep) -> StepCopy | None:
         """Keep the step for reports; what fails here costs reports and no check."""

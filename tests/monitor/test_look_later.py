@@ -217,13 +217,20 @@ def test_a_forward_that_fails_is_looked_at_no_more_and_its_error_is_the_engines(
         served.forward(a_prompt(), longest_extend=lambda: LONG, failure=ValueError("the engine's"))
     assert served.order == ["forward_follows", "forward"]
     assert served.monitor.blind_because is None
-    served.order.clear()
+    assert served.monitor.forward_counts == {(ForwardKind.UNKNOWN, ForwardResult.UNCHECKED): 1}
     assert served.monitor.forward_begins(arrays_stay=True)
     served.monitor.forward_follows(longest_extend=1)
     with served.monitor.forward_is_launched():  # the mark was of the other's forward
         assert not served.monitor._gate.is_beside_forward
     served.forward(a_prompt())
     assert served.monitor.guards[0].slots_run(LaunchTag.SEAL) == len(SLOTS)
+
+
+def test_a_forward_that_fails_behind_its_look_counts_as_unchecked_too(served: Served):
+    with pytest.raises(ValueError, match="the engine's"):
+        served.forward(a_prompt(), arrays_stay=False, failure=ValueError("the engine's"))
+    assert served.order == ["translate", "look_at", "forward"]
+    assert served.monitor.forward_counts == {(ForwardKind.PREFILL, ForwardResult.UNCHECKED): 1}
 
 
 def test_a_batch_whose_size_nobody_can_tell_makes_the_canary_blind(served: Served):

@@ -105,17 +105,24 @@ def test_an_error_behind_a_forward_does_not_reach_the_engine():
     def fails() -> None:
         raise RuntimeError("no room")
 
+    asked: list[dict[str, Any]] = []
+
+    def around_forward(_translate: Any, **options: Any) -> Any:
+        asked.append(options)
+        return nullcontext()
+
     session: Any = object.__new__(Session)
     session.canary = SimpleNamespace(
         monitor=SimpleNamespace(guard_errors=guard_errors),
-        around_forward=lambda _translate, **_options: nullcontext(),
+        around_forward=around_forward,
         requests_to_abort=lambda: (),
     )
     session._arrays_stay = True
     session._loads = SimpleNamespace(after_forward=fails)
-    with session._around_forward(lambda: None, lambda: 1):
+    with session._around_forward(lambda: None, lambda: 17):
         pass
     assert [str(error) for error in caught] == ["no room"]
+    assert [(it["arrays_stay"], it["longest_extend"]()) for it in asked] == [(True, 17)]
 
 
 def test_arrays_stay_unless_a_model_has_media_or_a_connector_loads():

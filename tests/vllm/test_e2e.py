@@ -123,7 +123,7 @@ NOTHING_THAT_A_FORWARD_CHANGES: dict[str, object] = {
     "verify": {"real_kv": "none"},
     "reverify": {"sample": 0},
 }
-SEEN_BESIDE = tuple(
+SEEN_LATER = tuple(
     case
     for case in (*FULL_CASES, *TABLE_CASES)
     if case.fault in ("swap_table", "drop_write", "break_chain", "null_entry", "other_identity")
@@ -303,12 +303,12 @@ class TestServer:
 def test_faults_are_seen_where_a_forward_is_looked_at_when_it_is_launched(
     shared_server, tmp_path_factory
 ):
-    directory = tmp_path_factory.mktemp("beside")
+    directory = tmp_path_factory.mktemp("later")
     config = write_drill_config(directory, **NOTHING_THAT_A_FORWARD_CHANGES)
     server = shared_server(replace(PRESETS["llama"], kvcanary_config=config))
     result = run_soak(server, forwards=HEALTHY["llama"][0], conversations=96, seed=3)
     assert result.passed, result.as_text() + "\n" + server.log()[-3000:]
-    for seen in Drill(server, directory).run(SEEN_BESIDE, with_twins=True):
+    for seen in Drill(server, directory).run(SEEN_LATER, with_twins=True):
         assert_reported(seen)
         assert seen.false_alarms == 0
 
